@@ -1,0 +1,83 @@
+"""The command line: reads flags and the environment, runs a command, maps failures to exit codes.
+
+Exit codes: 0 done, 1 the engine died, 2 a flag or the configuration is wrong, 3 the model cannot be
+served.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve import __version__, logs
+from jaxserve.config import ServeConfig, serve_flags
+from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.hub.demo import DEMO_MODEL_NAME, fetch_gemma3_270m
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the process's exit code."""
+    arguments = vars(_parser().parse_args(argv))
+    command = arguments.pop("command")
+    try:
+        if command == "fetch":
+            logs.configure("INFO")
+            sys.stdout.write(f"{fetch_gemma3_270m(cache_dir())}\n")
+            return 0
+        return _serve(ServeConfig(**arguments))
+    except ConfigError as error:
+        return _fail(error, 2)
+    except ModelLoadError as error:
+        return _fail(error, 3)
+    except KeyboardInterrupt:
+        return 130
+
+
+def cache_dir() -> Path:
+    """Return the folder that fetched models and compiled programs go to."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxserve"
+
+
+def _serve(config: ServeConfig) -> int:
+    logs.configure(config.log_level)
+    # Imported late: `fetch`, `--help` and wrong flags need no jax.
+    from jaxserve.app import serve
+
+    return serve(config, cache_dir())
+
+
+def _fail(error: Exception, code: int) -> int:
+    sys.stderr.write(f"jaxserve: {error}\n")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxserve", description="An OpenAI-compatible inference server in pure JAX."
+    )
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for setting in serve_flags():
+        options = dict(setting.metadata)
+        kind = next((t for t in (int, float) if str(t.__name__) in str(setting.type)), str)
+        serve.add_argument(
+            "--" + setting.name.replace("_", "-"),
+            type=kind,
+            default=setting.default,
+            help=options.pop("help").replace("%", "%%"),
+            **options,
+        )
+    fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
+    fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The few shapes that step programs are compiled for, and what fits them; it knows no arrays."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendBucket:
+    """One compiled size of the extend program.
+
+    Attributes:
+        tokens: token rows of the program, a multiple of `block`.
+        block: rows that chunks are laid out in: a chunk takes ceil(len / block) blocks of its own.
+    """
+
+    tokens: int
+    block: int
+
+    def fits(self, lengths: Iterable[int]) -> bool:
+        """Say whether chunks of these lengths fit one call."""
+        return sum(-(-length // self.block) for length in lengths) * self.block <= self.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendChunk:
+    """Known tokens of one sequence, to be written at positions [start, start + len(token_ids)).
+
+    Attributes:
+        sample: True where these are the last known tokens: the id at position start + len is
+            sampled.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    start: int
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBucket:
+    """One compiled size of the decode program.
+
+    Attributes:
+        rows: sequences of a step.
+        table_size: page-table entries a row can use.
+    """
+
+    rows: int
+    table_size: int
+
+
+def smallest_fitting(sizes: Sequence[int], needed: int) -> int:
+    """Return the smallest of ascending sizes that is at least `needed`."""
+    return next(size for size in sizes if size >= needed)

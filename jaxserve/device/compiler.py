@@ -1,0 +1,63 @@
+"""Compiles step programs ahead of serving, side by side, and counts what is compiled afterwards.
+
+A compiled program takes arrays of its own shapes and no others, so serving cannot trace or compile
+by accident; the listener is there to prove it.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+from jax.stages import Compiled, Lowered
+
+Key = TypeVar("Key", bound=Hashable)
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def use_compile_cache(folder: Path) -> None:
+    """Keep every compiled program in a folder, so that a second start need not compile it."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def compile_all(
+    lower: Mapping[Key, Callable[[], Lowered]], progress: Callable[[int, int], None]
+) -> dict[Key, Compiled]:
+    """Lower and compile every program, on all cores; `progress` gets (done, total)."""
+    programs: dict[Key, Compiled] = {}
+    progress(0, len(lower))
+    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile") as pool:
+        futures = {pool.submit(_compile, make): key for key, make in lower.items()}
+        try:
+            for future in as_completed(futures):
+                programs[futures[future]] = future.result()
+                progress(len(programs), len(lower))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return programs
+
+
+def _compile(lower: Callable[[], Lowered]) -> Compiled:
+    return lower().compile()
+
+
+def max_temp_bytes(programs: Iterable[Compiled]) -> int:
+    """Return the most bytes that one of them needs beside its arguments and results."""
+    analyses = (program.memory_analysis() for program in programs)
+    return max((int(a.temp_size_in_bytes) for a in analyses if a is not None), default=0)
+
+
+def on_compile(callback: Callable[[], None]) -> None:
+    """Call back whenever this process compiles a program from now on, in the compiling thread."""
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILE_EVENT:
+            callback()
+
+    jax.monitoring.register_event_duration_secs_listener(listen)

@@ -1,0 +1,160 @@
+"""From a checkpoint folder to a runner that is ready to serve: load, size, compile, warm up.
+
+Runs once, in the thread that will own the device. It reports phases and knows nothing of serving.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from jaxserve.device.buckets import DecodeBucket
+from jaxserve.device.compiler import compile_all, max_temp_bytes
+from jaxserve.device.memory import GIB, MemoryBudget
+from jaxserve.device.plan import DevicePlan, kv_bytes_per_page, make_plan, pages_for
+from jaxserve.device.runner import ModelRunner, Program, lowerings, program_shapes
+from jaxserve.errors import ConfigError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.params import Params
+from jaxserve.models.registry import load_config
+from jaxserve.models.weights import load_params
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_CACHE_BYTES = GIB
+DEVICE_FRACTION = 0.92
+"""Share of an accelerator's memory to use: the rest is for its runtime and fragmentation."""
+
+Progress = Callable[[Literal["loading", "compiling"], int, int], None]
+"""Called with a phase, its steps done and their total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What a user can choose of the device's side; None: chosen here."""
+
+    dtype: str
+    max_model_len: int | None
+    max_batch: int
+    kv_cache_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A runner, the model it runs, and what its programs took when they were warmed up."""
+
+    config: ModelConfig
+    runner: ModelRunner
+    warm_up_s: dict[Program, float]
+
+
+def load_model(folder: Path, options: LoadOptions, progress: Progress) -> LoadedModel:
+    """Load a checkpoint and compile all that serving it needs.
+
+    Raises:
+        ConfigError: an option is out of range, or what is asked for does not fit the device.
+        ModelLoadError: the checkpoint cannot be served.
+    """
+    started_s = time.perf_counter()
+    device = jax.devices()[0]
+    dtype = _choose_dtype(options.dtype, device)
+    config = load_config(folder)
+    loaded = load_params(
+        folder, config, dtype, progress=lambda done, total: progress("loading", done, total)
+    )
+    loaded_s = time.perf_counter()
+    plan, budget = _make_plan(config, loaded.params, loaded.num_bytes, dtype, options, device)
+    compiled = compile_all(
+        lowerings(plan, config, loaded.params),
+        lambda done, total: progress("compiling", done, total),
+    )
+    compiled_s = time.perf_counter()
+    runner = ModelRunner(loaded.params, config, plan, compiled)
+    warm_up_s = runner.warm_up()
+    logger.info(
+        "%s on %s (%s): loaded in %.1f s, compiled %d programs in %.1f s, warmed up in %.1f s",
+        config.model_type,
+        device.device_kind,
+        dtype,
+        loaded_s - started_s,
+        len(compiled),
+        compiled_s - loaded_s,
+        time.perf_counter() - compiled_s,
+    )
+    budget = replace(budget, temp_bytes=max_temp_bytes(compiled.values()))
+    logger.info("memory:\n%s", budget.table(plan.max_model_len))
+    return LoadedModel(config=config, runner=runner, warm_up_s=warm_up_s)
+
+
+def _choose_dtype(dtype: str, device: jax.Device) -> str:
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device.platform != "cpu" or _cpu_multiplies_bfloat16() else "float32"
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    """Say whether this processor has bfloat16 products; those without emulate them, far slower."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _make_plan(
+    config: ModelConfig,
+    params: Params,
+    weight_bytes: int,
+    dtype: str,
+    options: LoadOptions,
+    device: jax.Device,
+) -> tuple[DevicePlan, MemoryBudget]:
+    """Size the page pool, then choose the buckets; refuse what does not fit, with the table."""
+    longest = options.max_model_len or config.max_position
+    if longest > config.max_position:
+        raise ConfigError(
+            f"--max-model-len {longest} exceeds the model's {config.max_position} positions"
+        )
+
+    def plan_for(num_pages: int, max_model_len: int) -> DevicePlan:
+        return make_plan(
+            dtype=dtype,
+            num_pages=num_pages,
+            max_batch=options.max_batch,
+            max_model_len=max_model_len,
+            is_accelerator=device.platform != "cpu",
+        )
+
+    if device.platform == "cpu":
+        limit_bytes, temp_bytes = None, 0
+        kv_bytes = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    else:
+        # What a program needs beside its arguments does not depend on the pool's size.
+        probe = plan_for(pages_for(longest) + 1, longest)
+        limit_bytes = int(device.memory_stats()["bytes_limit"] * DEVICE_FRACTION)
+        temp_bytes = _probe_temp_bytes(probe, config, params)
+        kv_bytes = options.kv_cache_bytes or limit_bytes - weight_bytes - temp_bytes
+    budget = MemoryBudget(
+        limit_bytes=limit_bytes,
+        weight_bytes=weight_bytes,
+        temp_bytes=temp_bytes,
+        kv_bytes=kv_bytes,
+        bytes_per_page=kv_bytes_per_page(config, dtype),
+    )
+    if options.max_model_len is None:
+        longest = min(longest, max(budget.num_tokens, 1))
+    budget.check(longest)
+    return plan_for(budget.num_pages, longest), budget
+
+
+def _probe_temp_bytes(plan: DevicePlan, config: ModelConfig, params: Params) -> int:
+    """Compile the largest extend and the largest decode, and return what they need most."""
+    shapes = program_shapes(plan)
+    largest = (shapes[0], next(shape for shape in shapes if isinstance(shape, DecodeBucket)))
+    lower = lowerings(plan, config, params)
+    probes = compile_all({shape: lower[shape] for shape in largest}, lambda done, total: None)
+    return max_temp_bytes(probes.values())

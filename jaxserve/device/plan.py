@@ -1,0 +1,82 @@
+"""The sizes that everything on the device is compiled for, chosen once at start-up.
+
+Buckets are few, for every one is a program to compile. On a CPU one page-table size serves every
+context, since attention walks it in small chunks; on an accelerator a context bucket is read in one
+piece, so there are a handful (docs/decisions/0010).
+"""
+
+from dataclasses import dataclass
+
+from jaxserve.device.buckets import ExtendBucket
+from jaxserve.models.config import ModelConfig
+
+PAGE_SIZE = 32
+"""Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
+
+CPU_CHUNK_TOKENS = 128
+ACCELERATOR_CHUNK_TOKENS = 8192
+ACCELERATOR_CONTEXTS = (1024, 8192, 32768)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """Static sizes of the runner and its programs.
+
+    Attributes:
+        dtype: of matrices and their operands, "bfloat16" or "float32"; the cache's too.
+        num_pages: the scratch page 0 included.
+        num_slots: most rows of a decode.
+        row_buckets: rows that decode is compiled for, ascending; the last is num_slots.
+        table_sizes: page-table entries that programs are compiled for, ascending; the last holds
+            max_model_len.
+        chunk_pages: pages that attention reads at a time.
+    """
+
+    dtype: str
+    page_size: int
+    num_pages: int
+    num_slots: int
+    max_model_len: int
+    row_buckets: tuple[int, ...]
+    table_sizes: tuple[int, ...]
+    extend_buckets: tuple[ExtendBucket, ...]
+    chunk_pages: int
+
+
+def pages_for(num_tokens: int) -> int:
+    """Return the pages that hold so many tokens."""
+    return -(-num_tokens // PAGE_SIZE)
+
+
+def kv_bytes_per_page(config: ModelConfig, dtype: str) -> int:
+    """Return the bytes of one page over all layers."""
+    return PAGE_SIZE * config.kv_values_per_token * (2 if dtype == "bfloat16" else 4)
+
+
+def make_plan(
+    *, dtype: str, num_pages: int, max_batch: int, max_model_len: int, is_accelerator: bool
+) -> DevicePlan:
+    """Choose the buckets for a pool and its limits."""
+    contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
+    chunk_tokens = ACCELERATOR_CHUNK_TOKENS if is_accelerator else CPU_CHUNK_TOKENS
+    powers = [2**i for i in range(max_batch.bit_length()) if 2**i < max_batch]
+    return DevicePlan(
+        dtype=dtype,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        num_slots=max_batch,
+        max_model_len=max_model_len,
+        row_buckets=(*powers, max_batch),
+        table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
+        extend_buckets=_extend_buckets(max_model_len, is_accelerator),
+        chunk_pages=chunk_tokens // PAGE_SIZE,
+    )
+
+
+def _extend_buckets(max_model_len: int, is_accelerator: bool) -> tuple[ExtendBucket, ...]:
+    """Return chunk sizes up to the first that holds a whole prompt."""
+    sizes = [(16, 16), (64, 16), (256, 32), (1024, 128)]
+    if is_accelerator:
+        sizes.append((2048, 128))
+    needed = sum(tokens < max_model_len for tokens, _ in sizes) + 1
+    return tuple(ExtendBucket(tokens=tokens, block=block) for tokens, block in sizes[:needed])

@@ -1,0 +1,217 @@
+"""The device's side of a step: owns every live array, stages host data, runs compiled programs.
+
+Device thread only. Calls return once the work is queued; the device runs it in order.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled, Lowered
+
+from jaxserve.device import programs
+from jaxserve.device.buckets import DecodeBucket, ExtendBucket, ExtendChunk, smallest_fitting
+from jaxserve.device.plan import DevicePlan
+from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
+from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state
+from jaxserve.errors import InvariantError
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_cache import KVCache, make_cache
+from jaxserve.models.params import Params
+from jaxserve.types import SamplingParams
+
+Program = DecodeBucket | ExtendShape
+"""What a program is compiled for."""
+
+
+class PendingIds:
+    """Ids that a queued program will sample; rows names those that were asked for."""
+
+    def __init__(self, ids_B: jax.Array, rows: Sequence[int]) -> None:
+        self._ids_B = ids_B
+        self._rows = rows
+
+    def token_ids(self) -> list[int]:
+        """Wait for the program; return the ids in the order they were asked for."""
+        ids: list[int] = np.asarray(self._ids_B).tolist()
+        return [ids[row] for row in self._rows]
+
+
+def program_shapes(plan: DevicePlan) -> list[Program]:
+    """List every program that serving can need, the largest first."""
+    decodes = [
+        DecodeBucket(rows=rows, table_size=table_size)
+        for rows in plan.row_buckets
+        for table_size in plan.table_sizes
+    ]
+    extends = [
+        _extend_shape(plan, bucket, table_size)
+        for bucket in plan.extend_buckets
+        for table_size in plan.table_sizes
+    ]
+    return [*reversed(extends), *reversed(decodes)]
+
+
+def lowerings(
+    plan: DevicePlan, config: ModelConfig, params: Params
+) -> dict[Program, Callable[[], Lowered]]:
+    """Return what to call to lower each program; `params` may be arrays or their shapes."""
+    cache = jax.eval_shape(lambda: _make_cache(plan, config))
+    state = jax.eval_shape(lambda: make_state(plan.num_slots))
+
+    def lower(program: Program) -> Lowered:
+        function, staged_shape = _step_function(program, plan, config)
+        staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
+        return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
+
+    return {program: partial(lower, program) for program in program_shapes(plan)}
+
+
+def _step_function(
+    program: Program, plan: DevicePlan, config: ModelConfig
+) -> tuple[Callable[..., tuple[KVCache, DecodeState, jax.Array]], tuple[int, ...]]:
+    """Return a program's function of (params, cache, state, staged) and its staged data's shape."""
+    if isinstance(program, DecodeBucket):
+        decode = partial(programs.decode, config=config, chunk_pages=plan.chunk_pages)
+        return decode, (program.rows, Column.TABLE + program.table_size)
+    extend = partial(programs.extend, config=config, shape=program, scratch_slot=plan.num_slots)
+    return extend, (program.staged_size,)
+
+
+def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> ExtendShape:
+    return ExtendShape(
+        bucket=bucket,
+        num_sequences=min(bucket.tokens // bucket.block, plan.num_slots),
+        table_size=table_size,
+        chunk_pages=plan.chunk_pages,
+    )
+
+
+def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
+    return make_cache(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=plan.dtype)
+
+
+class ModelRunner:
+    """Runs the compiled programs over one cache and one set of slots."""
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        plan: DevicePlan,
+        compiled: Mapping[Program, Compiled],
+    ) -> None:
+        self._params = params
+        self._plan = plan
+        self._programs = compiled
+        self._cache = _make_cache(plan, config)
+        self._state = make_state(plan.num_slots)
+        self._host_rows = HostRows(plan.num_slots, plan.table_sizes[-1])
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool, the scratch page 0 included."""
+        return self._plan.num_pages
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self._plan.page_size
+
+    @property
+    def num_slots(self) -> int:
+        """Most rows of a decode."""
+        return self._plan.num_slots
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence."""
+        return self._plan.max_model_len
+
+    @property
+    def extend_buckets(self) -> tuple[ExtendBucket, ...]:
+        """Ascending by tokens."""
+        return self._plan.extend_buckets
+
+    def open_slot(self, slot: int, sampling: SamplingParams) -> None:
+        """Give the slot to a new sequence: its sampling, an empty page table."""
+        self._host_rows.open(slot, sampling)
+
+    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        """Set entries [start, start + len(pages)) of the slot's page table."""
+        self._host_rows.set_pages(slot, start, pages)
+
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingIds:
+        """Run each slot's last sampled id at its position and sample the next one."""
+        bucket = DecodeBucket(
+            rows=smallest_fitting(self._plan.row_buckets, len(slots)),
+            table_size=self._table_size(max(positions) + 1),
+        )
+        staged = self._host_rows.stage(slots, bucket.rows, bucket.table_size)
+        staged[: len(positions), Column.POSITION] = positions
+        return self._run(bucket, staged, range(len(slots)))
+
+    def extend(self, chunks: Sequence[ExtendChunk]) -> PendingIds:
+        """Write the chunks' tokens; sample for those that hold a sequence's last known one."""
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        bucket = next((b for b in self.extend_buckets if b.fits(lengths)), None)
+        if bucket is None:
+            raise InvariantError(f"chunks of {lengths} tokens fit no extend bucket")
+        longest = max(chunk.start + len(chunk.token_ids) for chunk in chunks)
+        shape = _extend_shape(self._plan, bucket, self._table_size(longest))
+        staged = self._stage_extend(chunks, shape)
+        return self._run(shape, staged, [i for i, chunk in enumerate(chunks) if chunk.sample])
+
+    def warm_up(self) -> dict[Program, float]:
+        """Run every program once on padding; return their seconds, a first guess of a step's."""
+        no_slots: list[int] = []
+        durations_s = {}
+        for program in self._programs:
+            if isinstance(program, DecodeBucket):
+                staged = self._host_rows.stage(no_slots, program.rows, program.table_size)
+            else:
+                staged = self._stage_extend([], program)
+            started_s = time.perf_counter()
+            self._run(program, staged, []).token_ids()
+            durations_s[program] = time.perf_counter() - started_s
+        return durations_s
+
+    def _table_size(self, num_tokens: int) -> int:
+        return smallest_fitting(self._plan.table_sizes, -(-num_tokens // self.page_size))
+
+    def _stage_extend(self, chunks: Sequence[ExtendChunk], shape: ExtendShape) -> Int32Array:
+        """Lay out tokens, blocks and sequences; what no chunk fills stays padding."""
+        block, num_blocks = shape.bucket.block, shape.num_blocks
+        slots = [chunk.slot if chunk.sample else self._host_rows.scratch_slot for chunk in chunks]
+        rows_nF = self._host_rows.stage(
+            [chunk.slot for chunk in chunks], shape.num_sequences, shape.table_size
+        )
+        rows_nF[: len(slots), Column.SLOT] = slots
+        staged = np.zeros(shape.staged_size, np.int32)
+        tokens_RT = staged[: shape.bucket.tokens].reshape(num_blocks, block)
+        end = shape.bucket.tokens + num_blocks * BLOCK_FIELDS
+        blocks_R3 = staged[shape.bucket.tokens : end].reshape(num_blocks, BLOCK_FIELDS)
+        first = 0
+        for i, chunk in enumerate(chunks):
+            length = len(chunk.token_ids)
+            last = first + -(-length // block)
+            flat = tokens_RT[first:last].reshape(-1)
+            flat[:length] = chunk.token_ids
+            offset_R = np.arange(0, length, block)
+            blocks_R3[first:last, 0] = i
+            blocks_R3[first:last, 1] = chunk.start + offset_R
+            blocks_R3[first:last, 2] = np.minimum(block, length - offset_R)
+            rows_nF[i, Column.POSITION] = chunk.start + length - 1
+            rows_nF[i, Column.TOKEN_INDEX] = first * block + length - 1
+            first = last
+        staged[end:] = rows_nF.reshape(-1)
+        return staged
+
+    def _run(self, program: Program, staged: Int32Array, rows: Sequence[int]) -> PendingIds:
+        self._cache, self._state, ids = self._programs[program](
+            self._params, self._cache, self._state, staged
+        )
+        return PendingIds(ids, rows)

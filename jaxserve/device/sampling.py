@@ -1,0 +1,172 @@
+"""Sampling on the device: one id a row from its logits, its parameters and its position, all data.
+
+A row's id depends on nothing else: not on its slot, its neighbours or the batch's size. Filters
+apply in vLLM's order: temperature, min-p, top-k, top-p among what is left. Tokens that tie with the
+last one kept are kept too. B rows, V vocab, C candidates, J members of a group of tokens.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NUM_CANDIDATES = 256
+"""Most likely tokens that are sorted; filters that reach beyond them are resolved by bisection."""
+
+CANDIDATE_GROUP = 64
+"""The C most likely tokens lie in the C groups of this size with the largest maxima."""
+
+DRAW_GROUP = 512
+"""A draw picks a group by its mass, then a token of it: near √V, to make both sums short."""
+
+ONE_BITS = 0x3F800000
+"""The float32 1.0 as an integer; for floats of [0, 1] integer order is their order."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRows:
+    """SamplingParams of each row, [B] each; `seed` is uint32 [B, 2], low half first.
+
+    `position` is that of the token to be sampled.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    position: jax.Array
+
+
+def sample(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Return int32 ids [B]; at temperature 0 the most likely token, the lowest of equals."""
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    is_random_B = rows.temperature > 0
+
+    def drawn() -> jax.Array:
+        return jnp.where(is_random_B, _draw(logits_BV, rows), greedy_B)
+
+    ids_B: jax.Array = lax.cond(jnp.any(is_random_B), drawn, lambda: greedy_B)
+    return ids_B
+
+
+def _draw(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+    temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    shifted_BV = logits_BV - logits_BV.max(axis=-1, keepdims=True)
+    weight_BV = jnp.exp(shifted_BV / temperature_B[:, None])  # of [0, 1], the largest is 1
+    filters_B = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
+    weight_BV = lax.cond(jnp.any(filters_B), lambda: _filter(weight_BV, rows), lambda: weight_BV)
+    return _pick(weight_BV, _uniform(rows))
+
+
+def _uniform(rows: SamplingRows) -> jax.Array:
+    """Return one float32 of [0, 1) a row, from its seed and position alone."""
+
+    def one(seed: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(key, position))
+
+    return jax.vmap(one)(rows.seed, rows.position)
+
+
+def _groups(x_BV: jax.Array, size: int, fill: float) -> jax.Array:
+    """Lay the vocabulary out as [B, ⌈V/size⌉, size]."""
+    padded = jnp.pad(x_BV, ((0, 0), (0, -x_BV.shape[1] % size)), constant_values=fill)
+    return padded.reshape(x_BV.shape[0], -1, size)
+
+
+def _pick(weight_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
+    """Invert the cumulative weights at uniform·total, in two stages; never a token of weight 0."""
+    weight_BGJ = _groups(weight_BV, DRAW_GROUP, 0.0)
+    cumulative_BG = jnp.cumsum(weight_BGJ.sum(axis=-1), axis=-1)
+    target_B = uniform_B * cumulative_BG[:, -1]
+    group_B = _first_above(cumulative_BG, target_B)
+    before_B = jnp.where(
+        group_B > 0, jnp.take_along_axis(cumulative_BG, group_B[:, None] - 1, axis=1)[:, 0], 0.0
+    )
+    weight_BJ = jnp.take_along_axis(weight_BGJ, group_B[:, None, None], axis=1)[:, 0]
+    member_B = _first_above(jnp.cumsum(weight_BJ, axis=-1), target_B - before_B)
+    return (group_B * DRAW_GROUP + member_B).astype(jnp.int32)
+
+
+def _first_above(cumulative_BN: jax.Array, target_B: jax.Array) -> jax.Array:
+    """Return the first index whose sum exceeds the target, or the last that adds to it."""
+    index_B = (cumulative_BN <= target_B[:, None]).sum(axis=-1)
+    last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(axis=-1)
+    return jnp.minimum(index_B, last_B)
+
+
+def _filter(weight_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Set to 0 what min-p, top-k and top-p drop."""
+    num_candidates = min(NUM_CANDIDATES, weight_BV.shape[1])
+    weight_BV = jnp.where(weight_BV >= rows.min_p[:, None], weight_BV, 0.0)
+    top_BC = _largest(weight_BV, num_candidates)
+    k_B = jnp.where(rows.top_k > 0, rows.top_k, weight_BV.shape[1])
+    is_small_k_B = k_B <= num_candidates
+
+    # Top-k: the k-th largest weight.
+    small_B = jnp.take_along_axis(top_BC, jnp.clip(k_B - 1, 0, num_candidates - 1)[:, None], axis=1)
+    floor_B = _where_else(
+        is_small_k_B | (rows.top_k <= 0),
+        jnp.where(rows.top_k > 0, small_B[:, 0], 0.0),
+        lambda: _bisect(lambda t_B: (weight_BV >= t_B[:, None]).sum(axis=-1) >= k_B, weight_BV),
+    )
+    weight_BV = jnp.where(weight_BV >= floor_B[:, None], weight_BV, 0.0)
+
+    # Top-p: the largest weight down to which the mass reaches p.
+    wanted_B = rows.top_p * weight_BV.sum(axis=-1)
+    top_BC = jnp.where(top_BC >= floor_B[:, None], top_BC, 0.0)
+    mass_BC = jnp.cumsum(top_BC, axis=-1)
+    last_B = jnp.minimum((mass_BC < wanted_B[:, None]).sum(axis=-1), num_candidates - 1)
+    found_B = jnp.take_along_axis(top_BC, last_B[:, None], axis=1)[:, 0]
+    floor_B = _where_else(
+        (rows.top_p >= 1) | (mass_BC[:, -1] >= wanted_B) | is_small_k_B,
+        jnp.where(rows.top_p < 1, found_B, 0.0),
+        lambda: _bisect(
+            lambda t_B: (
+                jnp.where(weight_BV >= t_B[:, None], weight_BV, 0.0).sum(axis=-1) >= wanted_B
+            ),
+            weight_BV,
+        ),
+    )
+    return jnp.where(weight_BV >= floor_B[:, None], weight_BV, 0.0)
+
+
+def _where_else(
+    done_B: jax.Array, value_B: jax.Array, compute: Callable[[], jax.Array]
+) -> jax.Array:
+    """Return `value` where it is known, for other rows, if any, what `compute` finds."""
+    value_B = lax.cond(
+        jnp.all(done_B), lambda: value_B, lambda: jnp.where(done_B, value_B, compute())
+    )
+    return value_B
+
+
+def _largest(weight_BV: jax.Array, count: int) -> jax.Array:
+    """Return each row's `count` largest weights, descending; sorts only groups that hold them."""
+    weight_BGJ = _groups(weight_BV, CANDIDATE_GROUP, 0.0)
+    if weight_BGJ.shape[1] <= count:
+        return lax.top_k(weight_BV, count)[0]
+    _, group_BC = lax.top_k(weight_BGJ.max(axis=-1), count)
+    members_BCJ = jnp.take_along_axis(weight_BGJ, group_BC[:, :, None], axis=1)
+    return lax.top_k(members_BCJ.reshape(weight_BV.shape[0], -1), count)[0]
+
+
+def _bisect(holds: Callable[[jax.Array], jax.Array], weight_BV: jax.Array) -> jax.Array:
+    """Return the largest float32 of [0, 1] for which `holds`, a falling predicate true at 0."""
+
+    def halve(
+        _: jax.Array | int, bounds: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        low_B, high_B = bounds
+        middle_B = (low_B + high_B) // 2
+        holds_B = holds(lax.bitcast_convert_type(middle_B, jnp.float32))
+        return jnp.where(holds_B, middle_B, low_B), jnp.where(holds_B, high_B, middle_B)
+
+    low_B = jnp.zeros(weight_BV.shape[0], jnp.int32)
+    high_B = jnp.full(weight_BV.shape[0], ONE_BITS + 1, jnp.int32)
+    low_B, _ = lax.fori_loop(0, 30, halve, (low_B, high_B))
+    return lax.bitcast_convert_type(low_B, jnp.float32)

@@ -1,0 +1,216 @@
+"""The event loop's end of the engine: submit a sequence, read its events, drain.
+
+It owns one stream per live sequence and the bounds of the queue. It knows nothing of steps, slots
+or arrays. Everything runs on the event loop, except `deliver`, `set_status` and `status`, which any
+thread may call.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from jaxserve.engine.inbox import Abort, Inbox, Stop, Submit
+from jaxserve.errors import EngineDeadError, InvariantError, OverloadedError, UnavailableError
+from jaxserve.types import GenerationRequest, OutputEvent, TokenOutput
+
+Phase = Literal["loading", "compiling", "ready", "draining", "dead"]
+
+# A phase gives way only to one of higher rank (or its own, for progress): a loader that gets ready
+# while the server drains does not undo that.
+_RANK: dict[Phase, int] = {"loading": 0, "compiling": 0, "ready": 0, "draining": 1, "dead": 2}
+
+_UNAVAILABLE_RETRY_AFTER_S = 5
+_OVERLOADED_RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """What the engine is doing; requests are accepted only when ready.
+
+    Attributes:
+        done: steps of the phase that are done (tensors loaded, programs compiled), of `total`.
+        detail: text for a human.
+    """
+
+    phase: Phase
+    done: int = 0
+    total: int = 0
+    detail: str = ""
+
+
+class OutputStream:
+    """The events of one sequence, for one reader; ends after the terminal event.
+
+    A reader that lags gets the TokenOutputs it missed as one. Nobody waits for a reader: what it
+    does not read is bounded by the sequence's own max_tokens.
+    """
+
+    def __init__(self, request_id: str, inbox: Inbox) -> None:
+        self.request_id = request_id
+        self._inbox = inbox
+        self._is_aborted = False
+        self._events: deque[OutputEvent] = deque()
+        self._is_open = True
+        self._reader: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> OutputEvent:
+        while not self._events:
+            if not self._is_open:
+                raise StopAsyncIteration
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        event = self._events.popleft()
+        if type(event) is TokenOutput and self._events and type(self._events[0]) is TokenOutput:
+            return self._merge_tokens(event)
+        return event
+
+    def _merge_tokens(self, first: TokenOutput) -> TokenOutput:
+        token_ids = list(first.token_ids)
+        while self._events and type(event := self._events[0]) is TokenOutput:
+            token_ids += event.token_ids
+            self._events.popleft()
+        return TokenOutput(self.request_id, tuple(token_ids))
+
+    def abort(self) -> None:
+        """Ask for the sequence's end; its terminal event still arrives. Idempotent."""
+        if self._is_open and not self._is_aborted:
+            self._is_aborted = True
+            # Refused only by an engine that has stopped, whose last events end this stream anyway.
+            self._inbox.put(Abort(request_id=self.request_id))
+
+    def push(self, event: OutputEvent) -> None:
+        """Append an event; a terminal one closes the stream. For EngineClient only."""
+        self._events.append(event)
+        if type(event) is not TokenOutput:
+            self._is_open = False
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class EngineClient:
+    """Submits sequences to the device thread and hands their events to their streams."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        *,
+        max_waiting_requests: int,
+        max_waiting_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Bound the queue: requests that have no first token yet, and their prompts' tokens."""
+        self._inbox = inbox
+        self._max_waiting_requests = max_waiting_requests
+        self._max_waiting_tokens = max_waiting_tokens
+        self._clock = clock
+        self._status = EngineStatus(phase="loading")
+        self._status_lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, OutputStream] = {}
+        # Prompt tokens of each request that has had no event yet.
+        self._waiting: dict[str, int] = {}
+        self._num_waiting_tokens = 0
+        self._drained = asyncio.Event()
+
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine is doing. Any thread."""
+        return self._status
+
+    def set_status(self, status: EngineStatus) -> None:
+        """Set the status; draining and dead are not undone. Any thread."""
+        with self._status_lock:
+            if _RANK[status.phase] >= _RANK[self._status.phase]:
+                self._status = status
+
+    def submit(self, request: GenerationRequest) -> OutputStream:
+        """Queue a sequence and return its stream.
+
+        Raises:
+            UnavailableError: the engine starts or drains.
+            OverloadedError: the queue is full.
+            EngineDeadError: the engine is gone.
+        """
+        self._check_accepting()
+        self._check_room(len(request.prompt_ids))
+        if request.request_id in self._streams:
+            raise InvariantError(f"request id {request.request_id!r} is live already")
+        self._loop = asyncio.get_running_loop()
+        if not self._inbox.put(Submit(request=request, arrival_s=self._clock())):
+            raise EngineDeadError("the engine has stopped")
+        stream = OutputStream(request.request_id, self._inbox)
+        self._streams[request.request_id] = stream
+        self._waiting[request.request_id] = len(request.prompt_ids)
+        self._num_waiting_tokens += len(request.prompt_ids)
+        return stream
+
+    def deliver(self, events: list[OutputEvent]) -> None:
+        """Hand a step's events to their streams by one wake-up of the loop. Any thread."""
+        loop = self._loop
+        if loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(self._dispatch, events)
+        except RuntimeError:
+            # The loop is closed: nobody is left to read, which is no fault of the device thread.
+            return
+
+    async def drain(self, grace_s: float | None = None) -> None:
+        """Accept nothing more; return when every live sequence has ended.
+
+        What is left after `grace_s` is aborted; None: it may take its time.
+        """
+        self.set_status(EngineStatus(phase="draining"))
+        self._note_if_drained()
+        try:
+            await asyncio.wait_for(self._drained.wait(), grace_s)
+        except TimeoutError:
+            for stream in self._streams.values():
+                stream.abort()
+            await self._drained.wait()
+
+    def stop(self) -> None:
+        """Tell the device thread to leave once nothing is live."""
+        self._inbox.put(Stop())
+
+    def _check_accepting(self) -> None:
+        phase = self._status.phase
+        if phase == "dead":
+            raise EngineDeadError("the engine has stopped")
+        if phase != "ready":
+            raise UnavailableError(
+                f"the server is {phase}", retry_after_s=_UNAVAILABLE_RETRY_AFTER_S
+            )
+
+    def _check_room(self, num_tokens: int) -> None:
+        if len(self._waiting) >= self._max_waiting_requests:
+            limit = f"{self._max_waiting_requests} requests"
+        # A prompt larger than the bound is let in when it is alone: no request is refused for ever.
+        elif self._waiting and self._num_waiting_tokens + num_tokens > self._max_waiting_tokens:
+            limit = f"{self._max_waiting_tokens} prompt tokens"
+        else:
+            return
+        raise OverloadedError(
+            f"the queue is full: {limit} may wait", retry_after_s=_OVERLOADED_RETRY_AFTER_S
+        )
+
+    def _dispatch(self, events: list[OutputEvent]) -> None:
+        for event in events:
+            request_id = event.request_id
+            self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
+            if type(event) is TokenOutput:
+                self._streams[request_id].push(event)
+            else:
+                self._streams.pop(request_id).push(event)
+        self._note_if_drained()
+
+    def _note_if_drained(self) -> None:
+        if not self._streams and self._status.phase in ("draining", "dead"):
+            self._drained.set()

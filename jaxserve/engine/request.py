@@ -1,0 +1,102 @@
+"""One live sequence: its ids, how far it is computed, what it holds. Mutable; device thread only.
+
+Positions of a sequence of P prompt ids and G settled output ids, all half-open:
+
+    [0, num_computed_tokens)                their KV is written, or will be by what is in flight
+    [num_computed_tokens, prefill_end)      known ids that prefill still has to write
+    [0, len(pages) * page_size)             covered by the pages that this request holds
+    [P, P + G)                              output ids that the host has read
+    [P + G, P + num_sampled_tokens)         output ids that only the device has, or will have
+
+A decoding row always has num_computed_tokens = P + num_sampled_tokens - 1: the last sampled id is
+not written yet.
+"""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxserve.types import GenerationRequest, RequestStats, SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life; FINISHED is final and has its terminal event."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """A sequence between Submit and its terminal event.
+
+    Attributes:
+        slot: row of the device's state; meaningful while RUNNING.
+        prefill_end: ids that were known when the request was (re)admitted; the prompt's length at
+            first.
+        arrival_s: when the client submitted it. Times are seconds of the engine's clock; None:
+            never got there.
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    arrival_s: float
+    status: RequestStatus = RequestStatus.WAITING
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    output_ids: list[int] = field(default_factory=list)
+    prefill_end: int = 0
+    num_computed_tokens: int = 0
+    num_sampled_tokens: int = 0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+
+    @classmethod
+    def from_submitted(cls, submitted: GenerationRequest, arrival_s: float) -> "Request":
+        """Make a waiting request of what the client sent."""
+        return cls(
+            request_id=submitted.request_id,
+            prompt_ids=submitted.prompt_ids,
+            sampling=submitted.sampling,
+            arrival_s=arrival_s,
+        )
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output ids that the host has."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_computed_tokens < self.prefill_end
+
+    @property
+    def has_tokens_to_sample(self) -> bool:
+        """Whether another token may be dispatched: those in flight count against max_tokens."""
+        return self.num_sampled_tokens < self.sampling.max_tokens
+
+    def known_ids(self, start: int, end: int) -> Sequence[int]:
+        """Return the known ids at positions [start, end)."""
+        num_prompt = len(self.prompt_ids)
+        if end <= num_prompt:
+            return self.prompt_ids[start:end]
+        outputs = self.output_ids[max(start - num_prompt, 0) : end - num_prompt]
+        return (*self.prompt_ids[start:], *outputs)
+
+    def stats(self, now_s: float) -> RequestStats:
+        """Sum the request up, as of its end at `now_s`."""
+        return RequestStats(
+            num_prompt_tokens=len(self.prompt_ids),
+            num_cached_tokens=0,
+            num_output_tokens=len(self.output_ids),
+            queue_s=None if self.admitted_s is None else self.admitted_s - self.arrival_s,
+            ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
+            total_s=now_s - self.arrival_s,
+        )

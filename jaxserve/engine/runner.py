@@ -1,0 +1,76 @@
+"""What the engine asks of the device: the seam that the real ModelRunner and a fake both fill.
+
+Contract. Calls return as soon as the work is queued, and the device does it in call order. A call
+captures its arguments: later changes of pages or slots do not reach work that is already queued.
+Device thread only.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from jaxserve.device.buckets import ExtendBucket, ExtendChunk
+from jaxserve.types import SamplingParams
+
+
+class PendingTokens(Protocol):
+    """Ids that the device is still computing."""
+
+    def token_ids(self) -> list[int]:
+        """Wait until the call's work is done, also where it samples nothing.
+
+        Returns one id per sampled row, in the call's order.
+        """
+        ...
+
+
+class RunnerSizes(Protocol):
+    """The fixed sizes that a schedule must respect."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the KV store, the scratch page 0 included."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the decode batch."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one sequence, prompt and output."""
+        ...
+
+    @property
+    def extend_buckets(self) -> tuple[ExtendBucket, ...]:
+        """Ascending by tokens."""
+        ...
+
+
+class Runner(RunnerSizes, Protocol):
+    """The device's side of a step."""
+
+    def open_slot(self, slot: int, sampling: SamplingParams) -> None:
+        """Give the slot to a new sequence: its sampling, an empty page table."""
+        ...
+
+    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        """Set entries [start, start + len(pages)) of the slot's page table."""
+        ...
+
+    def extend(self, chunks: Sequence[ExtendChunk]) -> PendingTokens:
+        """Write the KV of chunks that fit a bucket, one a slot; sample where one says so."""
+        ...
+
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingTokens:
+        """Run each slot's last sampled id at positions[i] and sample the id at positions[i] + 1.
+
+        The last sampled id never leaves the device for this, so a decode can be queued before it is
+        read.
+        """
+        ...

@@ -1,0 +1,344 @@
+"""What runs in the next step: admission, decode first, prefill in chunks, preemption.
+
+It owns every live request, the slots and the pages. It plans a step on the host's knowledge alone
+(ids in flight are counted, not known) and touches no device: a Batch says what to dispatch. It
+reads no clock. Device thread only.
+
+Invariants: `_running` and `_waiting` are in order of arrival, and every running request arrived
+before every waiting one; a slot belongs to one running request or is free; so does a page.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxserve.cache.pages import PagePool
+from jaxserve.device.buckets import ExtendBucket, ExtendChunk
+from jaxserve.engine.request import Request, RequestStatus
+from jaxserve.engine.runner import RunnerSizes
+from jaxserve.engine.step_times import StepTimes
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, InvariantError
+from jaxserve.types import FinishReason, OutputEvent, RequestFinished, TokenOutput
+
+
+class PageGrant(NamedTuple):
+    """Entries [start, start + len(pages)) of a slot's page table."""
+
+    slot: int
+    start: int
+    pages: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One step, to be dispatched in this order; the scheduler fills all of it, the core only reads.
+
+    Attributes:
+        admitted: requests whose slots are to be opened.
+        chunks: for one extend, which `bucket` is the smallest to fit.
+        prefilled: the requests of those chunks that sample, in their order.
+        decoded: the requests of the decode, row by row, with their slots and positions.
+        num_preempted: requests that lost their pages for the sake of this step.
+    """
+
+    admitted: list[Request] = field(default_factory=list)
+    page_grants: list[PageGrant] = field(default_factory=list)
+    chunks: list[ExtendChunk] = field(default_factory=list)
+    bucket: ExtendBucket | None = None
+    prefilled: list[Request] = field(default_factory=list)
+    decoded: list[Request] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    num_preempted: int = 0
+
+
+class Scheduler:
+    """Plans steps with `schedule` and takes their ids back with `settle`, in the same order."""
+
+    def __init__(self, sizes: RunnerSizes, *, prefill_stall_factor: float = 1.5) -> None:
+        """Let prefill beside running streams take `prefill_stall_factor` decode steps' time.
+
+        Raises:
+            ConfigError: one sequence of max_model_len does not fit the pages.
+        """
+        self._page_size = sizes.page_size
+        self._max_model_len = sizes.max_model_len
+        self._buckets = sizes.extend_buckets
+        self._prefill_stall_factor = prefill_stall_factor
+        self.pool = PagePool(sizes.num_pages)
+        self.times = StepTimes(sizes.extend_buckets)
+        self._num_slots = sizes.num_slots
+        self._free_slots = list(range(sizes.num_slots - 1, -1, -1))
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._live: dict[str, Request] = {}
+        self._num_steps_in_flight = 0
+        # One sequence alone always fits, so the oldest request always gets to its end: no deadlock.
+        if self._num_pages_for(sizes.max_model_len) > self.pool.num_pages:
+            raise ConfigError(
+                f"{self.pool.num_pages} pages of {sizes.page_size} tokens do not hold one sequence"
+                f" of max_model_len {sizes.max_model_len}"
+            )
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue, preempted ones included."""
+        return len(self._waiting)
+
+    @property
+    def has_live(self) -> bool:
+        """Whether any request has had no terminal event."""
+        return bool(self._live)
+
+    def live_ids(self) -> list[str]:
+        """Ids of the requests that have had no terminal event."""
+        return list(self._live)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises:
+            InvalidRequestError: it could never run; it is not queued.
+        """
+        num_prompt_tokens, max_tokens = request.num_prompt_tokens, request.sampling.max_tokens
+        if num_prompt_tokens + max_tokens > self._max_model_len:
+            raise ContextLengthError(
+                f"the prompt's {num_prompt_tokens} tokens and max_tokens {max_tokens} exceed"
+                f" the context of {self._max_model_len} tokens"
+            )
+        if num_prompt_tokens < 1 or max_tokens < 1:
+            raise InvalidRequestError(
+                "a sequence needs a prompt token and a max_tokens of at least 1"
+            )
+        if request.request_id in self._live:
+            raise InvariantError(f"request id {request.request_id!r} is live already")
+        self._live[request.request_id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str, now_s: float) -> RequestFinished | None:
+        """End a request at once and return its terminal event; None where it has ended already."""
+        request = self._live.get(request_id)
+        return None if request is None else self._finish(request, "abort", now_s)
+
+    def schedule(self, now_s: float) -> Batch | None:
+        """Plan the next step, as if what is in flight had settled.
+
+        None says that there is nothing to dispatch; if requests are live, what is in flight has to
+        settle first.
+        """
+        batch = Batch()
+        rows = self._rows_with_pages(batch)
+        if rows is None:
+            return None
+        for request in rows:
+            self._plan_row(batch, request)
+        self._plan_prefill(batch, now_s)
+        if not (batch.decoded or batch.chunks):
+            return None
+        self._num_steps_in_flight += 1
+        return batch
+
+    def settle(
+        self, batch: Batch, token_ids: list[int], now_s: float, events: list[OutputEvent]
+    ) -> None:
+        """Take the ids that the oldest unsettled batch sampled; append their events.
+
+        The ids are those of `prefilled`, then those of `decoded`. A request that ended while the
+        batch was in flight ran one step too far: its id is dropped here.
+        """
+        self._num_steps_in_flight -= 1
+        for request, token_id in zip((*batch.prefilled, *batch.decoded), token_ids, strict=True):
+            if request.status is RequestStatus.FINISHED:
+                continue
+            request.output_ids.append(token_id)
+            if request.first_token_s is None:
+                request.first_token_s = now_s
+            events.append(TokenOutput(request.request_id, (token_id,)))
+            if token_id in request.sampling.stop_token_ids:
+                events.append(self._finish(request, "stop", now_s))
+            elif len(request.output_ids) == request.sampling.max_tokens:
+                events.append(self._finish(request, "length", now_s))
+
+    def check_integrity(self) -> None:
+        """Raise InvariantError unless slots and pages add up to what the live requests hold."""
+        self.pool.check_integrity()
+        held = [page for request in self._running for page in request.pages]
+        if len(set(held)) != len(held) or len(held) != self.pool.num_used:
+            raise InvariantError(
+                f"{self.pool.num_used} pages are used, running requests hold {sorted(held)}"
+            )
+        slots = sorted([*self._free_slots, *(request.slot for request in self._running)])
+        if slots != list(range(self._num_slots)):
+            raise InvariantError(f"free and running slots are {slots}, of {self._num_slots}")
+        if len(self._live) != len(self._running) + len(self._waiting):
+            raise InvariantError("a live request neither waits nor runs")
+
+    # Planning a step
+
+    def _rows_with_pages(self, batch: Batch) -> list[Request] | None:
+        """Return the rows to decode, a page free for each that needs one; None: settle first.
+
+        A page may be short only because a row in flight has ended, and a victim's ids must all be
+        on the host before it can be computed anew. So preemption waits until nothing is in flight.
+        """
+        while True:
+            rows = [
+                request
+                for request in self._running
+                if request.num_computed_tokens >= request.prefill_end
+                and request.has_tokens_to_sample
+            ]
+            num_short = sum(
+                request.num_computed_tokens == len(request.pages) * self._page_size
+                for request in rows
+            )
+            if num_short <= self.pool.num_free:
+                return rows
+            if self._num_steps_in_flight:
+                return None
+            self._preempt_latest(batch)
+
+    def _plan_row(self, batch: Batch, request: Request) -> None:
+        position = request.num_computed_tokens
+        self._cover(batch, request, position + 1)
+        batch.decoded.append(request)
+        batch.slots.append(request.slot)
+        batch.positions.append(position)
+        request.num_computed_tokens = position + 1
+        request.num_sampled_tokens += 1
+
+    def _plan_prefill(self, batch: Batch, now_s: float) -> None:
+        """Fill one extend in order of arrival: running prefills, then the queue."""
+        prefilling = [request for request in self._running if request.is_prefilling]
+        if not (prefilling or self._waiting):
+            return
+        bucket = self._prefill_bucket(len(batch.decoded))
+        num_blocks = bucket.tokens // bucket.block
+        for request in prefilling:
+            num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
+        while num_blocks and self._can_admit():
+            request = self._admit(batch, now_s)
+            num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
+        if batch.chunks:
+            lengths = [len(chunk.token_ids) for chunk in batch.chunks]
+            batch.bucket = next(bucket for bucket in self._buckets if bucket.fits(lengths))
+
+    def _prefill_bucket(self, num_rows: int) -> ExtendBucket:
+        """Choose how much to prefill in one step beside so many running streams."""
+        if num_rows == 0:
+            return self._buckets[-1]
+        decode_s = self.times.decode_s(num_rows)
+        limit_s = 0.0 if decode_s is None else self._prefill_stall_factor * decode_s
+        return self.times.largest_within(limit_s)
+
+    def _plan_chunk(self, batch: Batch, request: Request, num_blocks: int, block: int) -> int:
+        """Plan the next chunk, as far as blocks and pages go; return the blocks taken."""
+        start = request.num_computed_tokens
+        num_covered = (len(request.pages) + self.pool.num_free) * self._page_size
+        end = min(request.prefill_end, start + num_blocks * block, num_covered)
+        if end <= start:
+            return 0
+        self._cover(batch, request, end)
+        is_last = end == request.prefill_end
+        batch.chunks.append(
+            ExtendChunk(
+                slot=request.slot,
+                token_ids=request.known_ids(start, end),
+                start=start,
+                sample=is_last,
+            )
+        )
+        request.num_computed_tokens = end
+        if is_last:
+            batch.prefilled.append(request)
+            request.num_sampled_tokens += 1
+        return -(-(end - start) // block)
+
+    def _cover(self, batch: Batch, request: Request, end: int) -> None:
+        """Give the request the pages that positions [0, end) still lack."""
+        start_page = len(request.pages)
+        num_missing = self._num_pages_for(end) - start_page
+        if num_missing <= 0:
+            return
+        pages = self.pool.allocate(num_missing)
+        if pages is None:
+            raise InvariantError(f"{num_missing} pages were planned, {self.pool.num_free} are free")
+        batch.page_grants.append(PageGrant(request.slot, start_page, pages))
+        request.pages += pages
+
+    # Moving requests between the queue, the slots and their end
+
+    def _can_admit(self) -> bool:
+        """Say whether the head of the queue may start.
+
+        Pages are taken chunk by chunk, yet a request starts only when all its known ids would fit
+        beside what running prefills still lack and a page for each running row. Else it would take
+        the rows' next pages, be preempted for them, and start over: work without progress. So
+        prefills alone never run out of pages: rows that outgrow theirs may hold one up, until they
+        end or give way.
+        """
+        if not (self._waiting and self._free_slots):
+            return False
+        if not self._running:
+            return True
+        num_owed = sum(
+            self._num_pages_for(request.prefill_end) - len(request.pages)
+            for request in self._running
+            if request.is_prefilling
+        )
+        num_wanted = self._num_pages_for(self._waiting[0].num_known_tokens) + len(self._running)
+        return num_owed + num_wanted <= self.pool.num_free
+
+    def _admit(self, batch: Batch, now_s: float) -> Request:
+        request = self._waiting.popleft()
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.prefill_end = request.num_known_tokens
+        if request.admitted_s is None:
+            request.admitted_s = now_s
+        self._running.append(request)
+        batch.admitted.append(request)
+        return request
+
+    def _preempt_latest(self, batch: Batch) -> None:
+        """Send the latest arrival of the running back to the queue's head, to be computed anew.
+
+        Its output ids are kept and prefilled with the prompt. Noise depends on seed and position
+        alone, so the ids that follow are those that would have followed.
+        """
+        request = self._running[-1]
+        if request.num_sampled_tokens != len(request.output_ids):
+            raise InvariantError(f"request {request.request_id!r} is preempted with ids in flight")
+        self._release(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        self._waiting.appendleft(request)
+        batch.num_preempted += 1
+
+    def _finish(self, request: Request, reason: FinishReason, now_s: float) -> RequestFinished:
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+        else:
+            self._waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._live[request.request_id]
+        return RequestFinished(request.request_id, reason, request.stats(now_s))
+
+    def _release(self, request: Request) -> None:
+        """Take back the slot and the pages of a running request.
+
+        A step in flight may still write one of the pages. The device works in order, and the next
+        owner writes each position before it reads it, so the stale write is never seen.
+        """
+        self._running.remove(request)
+        self._free_slots.append(request.slot)
+        self.pool.release(request.pages)
+        request.pages = []
+
+    def _num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)

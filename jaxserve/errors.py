@@ -1,0 +1,149 @@
+"""Every error the project raises, in one tree.
+
+JaxserveError
+  ConfigError                   a flag or a file at start-up is wrong: on stderr, exit code 2
+  ModelLoadError                a checkpoint cannot be served: message to stderr, exit code 3
+  ApiError                      one request's fault or fate, in OpenAI's shape
+    InvalidRequestError 400
+      ContextLengthError        prompt and budget exceed the context
+      UnsupportedFieldError     a field this server does not apply
+    AuthenticationError 401
+    NotFoundError 404
+    MethodNotAllowedError 405
+    BodyTooLargeError 413
+    UnsupportedMediaTypeError 415
+    OverloadedError 429         the queue is full
+    UnavailableError 503        starting, or draining
+    EngineError 500             an internal fault ended this request
+      EngineDeadError 503       the engine is gone for good
+  InvariantError                our bug: the device thread stops and the process ends
+"""
+
+
+class JaxserveError(Exception):
+    """Anything this project raises on purpose."""
+
+
+class ConfigError(JaxserveError):
+    """A flag, an environment value or a file is wrong; raised before serving starts."""
+
+
+class ModelLoadError(JaxserveError):
+    """A checkpoint is incomplete, does not fit its config, or is of a model not served."""
+
+
+class InvariantError(JaxserveError):
+    """Something that the code promises did not hold; never caused by input."""
+
+
+class ApiError(JaxserveError):
+    """A failure that a client sees; `message` names the field, the value and the limit."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else type(self).code
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequestError(ApiError):
+    """The request is malformed, or a value is outside its range."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class ContextLengthError(InvalidRequestError):
+    """Prompt and requested output do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class UnsupportedFieldError(InvalidRequestError):
+    """A known field whose value would change the answer in a way this server does not implement."""
+
+    code = "unsupported_parameter"
+
+
+class AuthenticationError(ApiError):
+    """The API key is missing or wrong."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFoundError(ApiError):
+    """No such path or model."""
+
+    status = 404
+    type = "not_found_error"
+    code = "not_found"
+
+
+class MethodNotAllowedError(ApiError):
+    """The path exists, the method does not."""
+
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+
+class BodyTooLargeError(ApiError):
+    """The body exceeds the configured limit."""
+
+    status = 413
+    type = "invalid_request_error"
+    code = "body_too_large"
+
+
+class UnsupportedMediaTypeError(ApiError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
+class OverloadedError(ApiError):
+    """The waiting queue is full; the client may retry."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+
+class UnavailableError(ApiError):
+    """The server does not accept work now: it is starting or draining."""
+
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+
+
+class EngineError(ApiError):
+    """An internal fault ended this request."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+
+class EngineDeadError(EngineError):
+    """The engine stopped for good; the process is about to exit."""
+
+    status = 503
+    code = "engine_dead"

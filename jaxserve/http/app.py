@@ -1,0 +1,35 @@
+"""The ASGI application, wired from its parts."""
+
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from jaxserve.errors import ApiError
+from jaxserve.http.config import HttpConfig
+from jaxserve.http.errors import on_api_error, on_http_exception
+from jaxserve.http.generation import Engine
+from jaxserve.http.middleware import RequestMiddleware
+from jaxserve.http.routes import Endpoints
+from jaxserve.http.served_model import ServedModel
+from jaxserve.metrics import Metrics
+
+
+def build_app(
+    engine: Engine,
+    model: Callable[[], ServedModel | None],
+    *,
+    config: HttpConfig,
+    metrics: Metrics,
+) -> Starlette:
+    """Build the application; `model` gives None until the model is loaded."""
+    endpoints = Endpoints(engine, model, config=config, metrics=metrics)
+    app = Starlette(
+        routes=endpoints.routes(),
+        middleware=[Middleware(RequestMiddleware, metrics=metrics)],
+        exception_handlers={ApiError: on_api_error, HTTPException: on_http_exception},
+    )
+    # A redirect would turn a client's POST into a GET.
+    app.router.redirect_slashes = False
+    return app

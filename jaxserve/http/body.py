@@ -1,0 +1,32 @@
+"""Reading a request's body within limits."""
+
+from starlette.requests import Request as HttpRequest
+
+from jaxserve.errors import BodyTooLargeError, UnsupportedMediaTypeError
+
+
+async def read_json_body(request: HttpRequest, *, max_bytes: int) -> bytes:
+    """Read a body declared as JSON.
+
+    Raises:
+        UnsupportedMediaTypeError: it is declared as something else, or as nothing.
+        BodyTooLargeError: it exceeds `max_bytes`; raised before it is read where it says so.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        raise UnsupportedMediaTypeError(
+            f"Content-Type must be application/json, not {content_type or 'absent'}."
+        )
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(body)
+
+
+def _too_large(max_bytes: int) -> BodyTooLargeError:
+    return BodyTooLargeError(f"The body exceeds the limit of {max_bytes} bytes.")

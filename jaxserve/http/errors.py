@@ -1,0 +1,37 @@
+"""The one translation of errors into HTTP responses."""
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxserve.errors import ApiError, InvariantError, MethodNotAllowedError, NotFoundError
+from jaxserve.openai.responses import error_body
+
+INTERNAL_ERROR_MESSAGE = "An internal error ended this request; the server's log has the details."
+
+
+def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
+    """Write an error in OpenAI's shape, with Retry-After where it has one."""
+    headers = dict(headers or {})
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    return Response(error_body(error), error.status, headers=headers, media_type="application/json")
+
+
+async def on_api_error(request: HttpRequest, error: Exception) -> Response:
+    """Answer an ApiError that an endpoint raised."""
+    if not isinstance(error, ApiError):
+        raise InvariantError(f"registered for ApiError, called with {type(error).__name__}")
+    return error_response(error)
+
+
+async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
+    """Answer what the router raises: 405 for a path it knows, 404 otherwise."""
+    if not isinstance(error, HTTPException):
+        raise InvariantError(f"registered for HTTPException, called with {type(error).__name__}")
+    path, method = request.url.path, request.method
+    if error.status_code == MethodNotAllowedError.status:
+        refusal: ApiError = MethodNotAllowedError(f"{method} is not allowed on {path}.")
+    else:
+        refusal = NotFoundError(f"There is no {path} on this server.")
+    return error_response(refusal, headers=dict(error.headers or {}))

@@ -1,0 +1,200 @@
+"""All sequences of one HTTP request: submitted together, read as text as it comes, ended together.
+
+It knows engine events and text, not OpenAI's JSON. Event loop only.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from jaxserve.engine.client import EngineStatus
+from jaxserve.errors import UnavailableError
+from jaxserve.http.choice import ChoiceText
+from jaxserve.http.served_model import ServedModel
+from jaxserve.types import (
+    GenerationRequest,
+    OutputEvent,
+    RequestFinished,
+    RequestStats,
+    TokenOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EventStream(Protocol):
+    """The events of one sequence; ends after the terminal one."""
+
+    def __aiter__(self) -> AsyncIterator[OutputEvent]: ...
+
+    def abort(self) -> None:
+        """End the sequence; its terminal event still comes. Repeating it does nothing."""
+
+
+class Engine(Protocol):
+    """What HTTP needs of the engine; EngineClient is one."""
+
+    @property
+    def status(self) -> EngineStatus:
+        """What the engine is doing."""
+
+    def submit(self, request: GenerationRequest) -> EventStream:
+        """Queue a sequence, or raise OverloadedError, UnavailableError or EngineDeadError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step gave a choice; `text` is empty while it could still change."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The last thing of a choice.
+
+    Attributes:
+        text: what was held back until the end.
+        stop_reason: the stop string that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    reason: Literal["stop", "length"]
+    stop_reason: str | None
+
+
+class Generation:
+    """Runs the sequences of one request; `close` must be called, whatever happens."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: ServedModel,
+        requests: Sequence[GenerationRequest],
+        *,
+        stop: tuple[str, ...],
+    ) -> None:
+        """Submit all sequences; when the engine refuses one, those before it are aborted."""
+        self._requests = requests
+        self._choices = [
+            ChoiceText(model.tokenizer, stop=stop, hidden_ids=model.end_token_ids) for _ in requests
+        ]
+        self._stats: list[RequestStats | None] = [None] * len(requests)
+        self._reasons = ["abort"] * len(requests)
+        self._is_closed = False
+        self._streams: list[EventStream] = []
+        try:
+            for request in requests:
+                self._streams.append(engine.submit(request))
+        except BaseException:
+            self._abort_all()
+            raise
+
+    async def outputs(self) -> AsyncGenerator[Delta | Ending, None]:
+        """Yield every choice's deltas and then its ending, as they come.
+
+        Raises:
+            ApiError: a fault ended one of the sequences; the others are of no use then.
+        """
+        async with aclosing(_merge(self._streams)) as events:
+            async for index, event in events:
+                choice = self._choices[index]
+                if isinstance(event, TokenOutput):
+                    # Until the engine has seen the abort, ids still come after a stop string.
+                    if choice.stop_hit is None:
+                        delta = Delta(index, *choice.push(event.token_ids))
+                        if choice.stop_hit is not None:
+                            self._streams[index].abort()
+                        yield delta
+                elif isinstance(event, RequestFinished):
+                    yield self._end(index, event)
+                else:
+                    self._reasons[index] = "error"
+                    raise event.error
+
+    def close(self) -> None:
+        """Abort what still runs and log the request's line. Later calls do nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._abort_all()
+            self._log()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Ids of all choices so far, end ids included."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def num_cached_tokens(self, index: int) -> int:
+        """Prompt tokens of an ended sequence that did not have to be computed."""
+        stats = self._stats[index]
+        return 0 if stats is None else stats.num_cached_tokens
+
+    def _end(self, index: int, event: RequestFinished) -> Ending:
+        choice = self._choices[index]
+        self._stats[index] = event.stats
+        text = choice.finish() if choice.stop_hit is None else ""
+        if choice.stop_hit is not None:
+            reason: Literal["stop", "length"] = "stop"
+        elif event.reason == "abort":
+            raise UnavailableError("The server stopped before this answer was complete.")
+        else:
+            reason = event.reason
+        self._reasons[index] = reason
+        return Ending(index, text, reason, choice.stop_hit)
+
+    def _abort_all(self) -> None:
+        for stream in self._streams:
+            stream.abort()
+
+    def _log(self) -> None:
+        ended = [stats for stats in self._stats if stats is not None]
+        first = ended[0] if ended else None
+        logger.info(
+            "finished: sequences=%d prompt=%d cached=%d output=%d"
+            " queue_ms=%s ttft_ms=%s tpot_ms=%s reason=%s",
+            len(self._requests),
+            sum(len(request.prompt_ids) for request in self._requests),
+            sum(stats.num_cached_tokens for stats in ended),
+            self.num_output_tokens,
+            _ms(first.queue_s if first else None),
+            _ms(first.ttft_s if first else None),
+            _ms(_tpot_s(first) if first else None),
+            ",".join(sorted(set(self._reasons))),
+        )
+
+
+async def _merge(streams: Sequence[EventStream]) -> AsyncGenerator[tuple[int, OutputEvent], None]:
+    """Yield (index, event) of all streams, as they come."""
+    if len(streams) == 1:
+        async for event in streams[0]:
+            yield 0, event
+        return
+    iterators = [aiter(stream) for stream in streams]
+    waiting = {asyncio.ensure_future(anext(it)): index for index, it in enumerate(iterators)}
+    try:
+        while waiting:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in [future for future in waiting if future.done()]:
+                index, event = waiting.pop(future), future.result()
+                if isinstance(event, TokenOutput):
+                    waiting[asyncio.ensure_future(anext(iterators[index]))] = index
+                yield index, event
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _tpot_s(stats: RequestStats) -> float | None:
+    if stats.ttft_s is None or stats.num_output_tokens < 2:
+        return None
+    return (stats.total_s - stats.ttft_s) / (stats.num_output_tokens - 1)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"

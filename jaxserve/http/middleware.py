@@ -1,0 +1,73 @@
+"""What every HTTP request gets: an id, in and out, a metric, and an answer even to a bug.
+
+Pure ASGI, since Starlette's BaseHTTPMiddleware hides disconnects from the endpoints.
+"""
+
+import logging
+import re
+import uuid
+
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve import logs
+from jaxserve.errors import EngineError
+from jaxserve.http.errors import INTERNAL_ERROR_MESSAGE, error_response
+from jaxserve.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+# What nginx logs for a client that closed before its answer: there is nobody to send it to.
+_CLIENT_GONE = 499
+
+
+class RequestMiddleware:
+    """Wraps the whole application."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection scope; only HTTP ones are touched."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+        status = _CLIENT_GONE
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        token = logs.request_id.set(request_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            pass
+        except Exception:  # the last place where a bug can still be answered in the API's shape
+            logger.exception("a request broke")
+            if status == _CLIENT_GONE:
+                response = error_response(EngineError(INTERNAL_ERROR_MESSAGE))
+                await response(scope, receive, send_with_id)
+        finally:
+            logs.request_id.reset(token)
+            self._metrics.observe_http(_endpoint(scope), status)
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _VALID_ID.fullmatch(value):
+            return str(value.decode("ascii"))
+    return uuid.uuid4().hex
+
+
+def _endpoint(scope: Scope) -> str:
+    """The route's own path, so that clients cannot invent label values."""
+    route = scope.get("route")
+    return route.path if isinstance(route, Route) else "unknown"

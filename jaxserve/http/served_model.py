@@ -1,0 +1,27 @@
+"""The model as the HTTP layer sees it: its name, its text side and its limits."""
+
+from dataclasses import dataclass
+
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A loaded model.
+
+    Attributes:
+        id: the name that requests use; may hold slashes.
+        max_model_len: most tokens of prompt and output together.
+        end_token_ids: ids that end a sequence; never shown in text.
+        placeholder_token_ids: media placeholders, refused in prompts.
+        created: Unix time in seconds, for the models endpoints.
+    """
+
+    id: str
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    max_model_len: int
+    end_token_ids: frozenset[int]
+    placeholder_token_ids: frozenset[int]
+    created: int

@@ -1,0 +1,152 @@
+"""Attention over paged keys and values, one function for decode steps and prefill blocks alike.
+
+A row is a run of T consecutive positions of one sequence (T = 1 in decode) with that sequence's
+page table. R rows, T queries a row, H query heads, K kv heads, G = H/K, Q = T·G, E head dim,
+X = K·E, P pages, Z page size, M entries of a page table, C pages read at a time, S = C·Z.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.models.kv_cache import from_stored, to_stored
+
+MASKED = -1e30
+"""A score that no key can have; finite, so that a wholly masked chunk gives no NaN."""
+
+SCRATCH_PAGE = 0
+"""Where padding writes its keys and values; no sequence owns it."""
+
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""One under way: maximum [R, K, Q], sum of weights [R, K, Q], weighted values [R, K, Q, E]."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRows:
+    """Which positions a step computes, and where their sequences keep keys and values.
+
+    Attributes:
+        start_R: int32, position of each row's first token.
+        num_valid_R: int32 in [0, T]; tokens beyond are padding: they are written to the scratch
+            page and their results mean nothing.
+        table_RM: int32, the page of positions [m·Z, (m + 1)·Z); SCRATCH_PAGE past the sequence.
+        block: T.
+    """
+
+    start_R: jax.Array
+    num_valid_R: jax.Array
+    table_RM: jax.Array
+    block: int = field(metadata={"static": True})
+
+    @property
+    def positions_RT(self) -> jax.Array:
+        """Return every token's position, int32."""
+        return self.start_R[:, None] + jnp.arange(self.block)
+
+
+def write_pages(pages_PZX: jax.Array, new_NX: jax.Array, rows: PagedRows) -> jax.Array:
+    """Return the pages with the rows' new keys (or values) [R·T, X] in their places."""
+    page_size = pages_PZX.shape[1]
+    position_RT = rows.positions_RT
+    page_RT = jnp.take_along_axis(rows.table_RM, position_RT // page_size, axis=1, mode="clip")
+    is_valid_RT = jnp.arange(rows.block) < rows.num_valid_R[:, None]
+    page_N = jnp.where(is_valid_RT, page_RT, SCRATCH_PAGE).reshape(-1)
+    offset_N = (position_RT % page_size).reshape(-1)
+    new_NX = to_stored(new_NX, pages_PZX.dtype)
+    return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
+
+
+def attend(
+    q_RTHE: jax.Array,
+    k_PZX: jax.Array,
+    v_PZX: jax.Array,
+    rows: PagedRows,
+    *,
+    window: int | None,
+    chunk_pages: int,
+) -> jax.Array:
+    """Attend to all stored keys up to each query's own position, float32 [R, T, H, E].
+
+    Queries are scaled already. A sliding layer (`window` keys, the query's own included) reads only
+    the pages that hold its rows' windows. Reads go in chunks of `chunk_pages` with a running
+    softmax, as many as the longest row needs; where one chunk holds whatever a row can need, there
+    is no loop.
+    """
+    num_rows, block, num_heads, head_dim = q_RTHE.shape
+    page_size, num_kv_heads = k_PZX.shape[1], k_PZX.shape[2] // head_dim
+    group = num_heads // num_kv_heads
+    table_size = rows.table_RM.shape[1]
+
+    # Entries [first, end) of its table are what a row reads.
+    end_R = jnp.minimum((rows.start_R + block - 1) // page_size + 1, table_size)
+    if window is None:
+        first_R, most_pages = jnp.zeros_like(end_R), table_size
+    else:
+        first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
+        most_pages = min(table_size, (window + block - 2) // page_size + 2)
+    chunk_pages = min(chunk_pages, most_pages)
+
+    q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    q_RKQE = q_RKTGE.reshape(num_rows, num_kv_heads, block * group, head_dim)
+    position_RQ = jnp.repeat(rows.positions_RT, group, axis=1)
+
+    def add_chunk(chunk: jax.Array | int, softmax: Softmax | None) -> Softmax:
+        index_RC = first_R[:, None] + chunk * chunk_pages + jnp.arange(chunk_pages)
+        k_RSKE, v_RSKE = (
+            _read(k_PZX, rows, index_RC, head_dim),
+            _read(v_PZX, rows, index_RC, head_dim),
+        )
+        key_RS = (index_RC[:, :, None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
+        distance_RQS = position_RQ[:, :, None] - key_RS[:, None, :]
+        visible_RQS = distance_RQS >= 0
+        if window is not None:
+            visible_RQS &= distance_RQS < window
+        return _accumulate(q_RKQE, k_RSKE, v_RSKE, visible_RQS, softmax)
+
+    softmax = add_chunk(0, None)
+    if chunk_pages < most_pages:
+        num_chunks = (jnp.max(end_R - first_R) + chunk_pages - 1) // chunk_pages
+        softmax = lax.fori_loop(1, num_chunks, add_chunk, softmax)
+    _, sum_RKQ, out_RKQE = softmax
+    out_RKTGE = (out_RKQE / sum_RKQ[..., None]).reshape(q_RKTGE.shape)
+    return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
+
+
+def _read(pages_PZX: jax.Array, rows: PagedRows, index_RC: jax.Array, head_dim: int) -> jax.Array:
+    """Gather pages by table entry as [R, S, K, E]; entries past the table repeat its last."""
+    page_RC = jnp.take_along_axis(rows.table_RM, index_RC, axis=1, mode="clip")
+    pages_RCZX = from_stored(pages_PZX.at[page_RC].get(mode="promise_in_bounds"))
+    return pages_RCZX.reshape(page_RC.shape[0], -1, pages_PZX.shape[2] // head_dim, head_dim)
+
+
+def _accumulate(
+    q_RKQE: jax.Array,
+    k_RSKE: jax.Array,
+    v_RSKE: jax.Array,
+    visible_RQS: jax.Array,
+    softmax: Softmax | None,
+) -> Softmax:
+    """Add a chunk of keys and values to a softmax under way, or begin one."""
+    dtype = k_RSKE.dtype
+    s_RKQS = jnp.einsum(
+        "RKQE,RSKE->RKQS", q_RKQE.astype(dtype), k_RSKE, preferred_element_type=jnp.float32
+    )
+    s_RKQS = jnp.where(visible_RQS[:, None], s_RKQS, MASKED)
+    max_RKQ = s_RKQS.max(axis=-1)
+    if softmax is not None:
+        max_RKQ = jnp.maximum(softmax[0], max_RKQ)
+    p_RKQS = jnp.exp(s_RKQS - max_RKQ[..., None])
+    sum_RKQ = p_RKQS.sum(axis=-1)
+    out_RKQE = jnp.einsum(
+        "RKQS,RSKE->RKQE", p_RKQS.astype(dtype), v_RSKE, preferred_element_type=jnp.float32
+    )
+    if softmax is not None:
+        # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk
+        # that it does see shrinks them by exp(MASKED - maximum) = 0.
+        shrink_RKQ = jnp.exp(softmax[0] - max_RKQ)
+        sum_RKQ += softmax[1] * shrink_RKQ
+        out_RKQE += softmax[2] * shrink_RKQ[..., None]
+    return max_RKQ, sum_RKQ, out_RKQE

@@ -1,0 +1,66 @@
+"""The arithmetic of a decoder layer besides attention: products, norms, rotary embedding, GELU.
+
+Activations are float32; a product rounds its input to the weight's dtype and accumulates in float32
+(docs/decisions/0009). N flat tokens, O and I a product's output and input width, E head dim.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.models.config import RopeConfig
+
+ROW_MULTIPLE = 8
+"""Rows of a product are padded to a multiple of this.
+
+XLA's CPU backend has slow forms for fewer, and rounds them differently.
+"""
+
+LEFT_WEIGHT_MAX_ROWS = 64
+"""Up to so many rows the weight is the left operand, the form that streams it fastest on a CPU."""
+
+
+def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
+    """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how many rows there are."""
+    num_rows = x_NI.shape[0]
+    padding = -num_rows % ROW_MULTIPLE
+    x_NI = jnp.pad(x_NI.astype(w_OI.dtype), ((0, padding), (0, 0)))
+    contract_last = (((1,), (1,)), ((), ()))
+    if x_NI.shape[0] <= LEFT_WEIGHT_MAX_ROWS:
+        y_ON = lax.dot_general(w_OI, x_NI, contract_last, preferred_element_type=jnp.float32)
+        return y_ON.T[:num_rows]
+    y_NO = lax.dot_general(x_NI, w_OI, contract_last, preferred_element_type=jnp.float32)
+    return y_NO[:num_rows]
+
+
+def rms(x32: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square of the last axis."""
+    return x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+def norm(x32: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMS norm with a plain factor; a family's 1 + w was added at load."""
+    return rms(x32, eps) * weight
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, positions_N: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return cos and sin, float32 [N, E/2], of positions int32 [N]."""
+    pair = jnp.arange(head_dim // 2)
+    frequency = jnp.float32(rope.theta) ** (-2.0 * pair / head_dim) / rope.factor
+    frequency = jnp.where(pair < rope.num_pairs, frequency, 0.0)
+    angle = positions_N[:, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def apply_rope(x_NHE: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn channel pairs (c, c + E/2) of every head by the token's angles."""
+    cos, sin = (table[:, None, :] for table in tables)
+    first, second = jnp.split(x_NHE, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def gelu(x32: jax.Array) -> jax.Array:
+    """Return the tanh form of GELU, `gelu_pytorch_tanh` in checkpoints."""
+    return jax.nn.gelu(x32, approximate=True)

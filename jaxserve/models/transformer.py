@@ -1,0 +1,214 @@
+"""The decoder: one forward pass for every Gemma family, driven by ModelConfig.
+
+Formulas follow the families' reference implementations in transformers (modeling_gemma3.py,
+modeling_gemma4.py). The residual stream is float32; matrices and the cache have their own dtypes.
+N = R·T flat tokens, L layers, D model, W the per-layer inputs' width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.models.attention import PagedRows, attend, write_pages
+from jaxserve.models.config import LayerConfig, ModelConfig
+from jaxserve.models.kv_cache import KVCache
+from jaxserve.models.layers import apply_rope, gelu, linear, norm, rms, rope_tables
+from jaxserve.models.params import LayerParams, Params
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stream:
+    """What flows between layers: float32 [N, D], and every layer's own input [N, L, W] or None."""
+
+    x_ND: jax.Array
+    ple_NLW: jax.Array | None
+
+    def select(self, index_S: jax.Array) -> "Stream":
+        """Keep the tokens at the given flat indices, int32 [S]."""
+        ple = None if self.ple_NLW is None else self.ple_NLW[index_S]
+        return Stream(x_ND=self.x_ND[index_S], ple_NLW=ple)
+
+
+def embed(params: Params, config: ModelConfig, ids_N: jax.Array) -> jax.Array:
+    """Return scaled embeddings, float32 [N, D]; the scale is √D as the weights' dtype rounds it."""
+    scale = jnp.sqrt(jnp.float32(config.model_dim)).astype(params.embed_VD.dtype)
+    return params.embed_VD[ids_N].astype(jnp.float32) * scale.astype(jnp.float32)
+
+
+def per_layer_inputs(
+    params: Params, config: ModelConfig, ids_N: jax.Array, x_ND: jax.Array
+) -> jax.Array | None:
+    """Return what multiplies each layer's gate, float32 [N, L, W]; None: the model has none."""
+    if params.ple_embed is None or params.ple_model_proj is None or params.ple_norm_P is None:
+        return None
+    shape = (ids_N.shape[0], config.num_layers, config.ple_dim)
+    row_N = jnp.where(ids_N < config.ple_vocab_size, ids_N, 0)
+    token = params.ple_embed[row_N].astype(jnp.float32).reshape(shape) * config.ple_dim**0.5
+    context = linear(params.ple_model_proj, x_ND) * config.model_dim**-0.5
+    context = norm(context.reshape(shape), params.ple_norm_P, config.norm_eps)
+    inputs_NLW: jax.Array = (context + token) * 2**-0.5
+    return inputs_NLW
+
+
+def keys_and_values(
+    kv_NO: jax.Array,
+    layer: LayerConfig,
+    config: ModelConfig,
+    k_norm_E: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Bring projected keys and values to the form that is stored, [N, K·E] each."""
+    num_tokens = kv_NO.shape[0]
+    shape = (num_tokens, layer.num_kv_heads, layer.head_dim)
+    width = layer.num_kv_heads * layer.head_dim
+    raw_k = kv_NO[:, :width].reshape(shape)
+    v = kv_NO[:, width:].reshape(shape) if layer.has_v_proj else raw_k
+    k = apply_rope(norm(raw_k, k_norm_E, config.norm_eps), rope)
+    if config.has_v_norm:
+        v = rms(v, config.norm_eps)
+    return k.reshape(num_tokens, width), v.reshape(num_tokens, width)
+
+
+@partial(jax.jit, static_argnames=("layer", "config", "chunk_pages", "writes"))
+def decoder_layer(
+    x_ND: jax.Array,
+    weights: LayerParams,
+    norms_5D: jax.Array,
+    head_norms_2E: jax.Array,
+    layer_scalar: jax.Array,
+    ple_NW: jax.Array | None,
+    rope: tuple[jax.Array, jax.Array],
+    k_PZX: jax.Array,
+    v_PZX: jax.Array,
+    rows: PagedRows,
+    *,
+    layer: LayerConfig,
+    config: ModelConfig,
+    chunk_pages: int,
+    writes: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run one layer; returns the stream and the pages, changed only if the layer `writes` them.
+
+    Jitted so that equal layers are traced once; the step program inlines it.
+    """
+    eps = config.norm_eps
+    num_tokens, head_dim = x_ND.shape[0], layer.head_dim
+    input_norm, attention_norm, mlp_norm, mlp_out_norm, ple_out_norm = norms_5D
+    q_norm_E, k_norm_E = head_norms_2E[0, :head_dim], head_norms_2E[1, :head_dim]
+
+    with jax.named_scope("attention"):
+        qkv_NO = linear(weights.qkv_OD, norm(x_ND, input_norm, eps))
+        q_width = layer.num_heads * head_dim
+        q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, head_dim)
+        q_NHE = apply_rope(norm(q_NHE, q_norm_E, eps), rope) * config.attention_scale
+        if writes:
+            k_NX, v_NX = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
+            k_PZX, v_PZX = write_pages(k_PZX, k_NX, rows), write_pages(v_PZX, v_NX, rows)
+        out_RTHE = attend(
+            q_NHE.reshape(-1, rows.block, layer.num_heads, head_dim),
+            k_PZX,
+            v_PZX,
+            rows,
+            window=config.window if layer.kind == "sliding" else None,
+            chunk_pages=chunk_pages,
+        )
+        out_ND = linear(weights.o_DQ, out_RTHE.reshape(num_tokens, q_width))
+        x_ND += norm(out_ND, attention_norm, eps)
+
+    with jax.named_scope("mlp"):
+        gate_NF, up_NF = jnp.split(linear(weights.gate_up_OD, norm(x_ND, mlp_norm, eps)), 2, axis=1)
+        x_ND += norm(linear(weights.down_DF, gelu(gate_NF) * up_NF), mlp_out_norm, eps)
+
+    if not (ple_NW is None or weights.ple_gate_PD is None or weights.ple_proj_DP is None):
+        with jax.named_scope("per_layer_input"):
+            gated_NW = gelu(linear(weights.ple_gate_PD, x_ND)) * ple_NW
+            x_ND += norm(linear(weights.ple_proj_DP, gated_NW), ple_out_norm, eps)
+    if config.has_layer_scalar:
+        x_ND *= layer_scalar
+    return x_ND, k_PZX, v_PZX
+
+
+def run_layers(
+    params: Params,
+    config: ModelConfig,
+    layers: Sequence[int],
+    stream: Stream,
+    cache: KVCache,
+    rows: PagedRows,
+    *,
+    chunk_pages: int,
+) -> tuple[Stream, KVCache]:
+    """Run the given layers, in order, over the rows' tokens."""
+    positions_N = rows.positions_RT.reshape(-1)
+    rope = {
+        kind: rope_tables(layer.rope, layer.head_dim, positions_N)
+        for kind, layer in {layer.kind: layer for layer in config.layers}.items()
+    }
+    x_ND, ple_NLW = stream.x_ND, stream.ple_NLW
+    k, v = list(cache.k), list(cache.v)
+    for i in layers:
+        layer = config.layers[i]
+        owner = config.kv_owners.index(layer.kv_source)
+        with jax.named_scope(f"layer_{i}"):
+            x_ND, k[owner], v[owner] = decoder_layer(
+                x_ND,
+                params.layers[i],
+                params.norms_LND[i],
+                params.head_norms_L2E[i],
+                params.layer_scalar_L[i],
+                None if ple_NLW is None else ple_NLW[:, i],
+                rope[layer.kind],
+                k[owner],
+                v[owner],
+                rows,
+                # With their sources' indices, equal layers would be traced one by one.
+                layer=replace(layer, kv_source=0),
+                config=config,
+                chunk_pages=chunk_pages,
+                writes=layer.kv_source == i,
+            )
+    return Stream(x_ND=x_ND, ple_NLW=ple_NLW), KVCache(k=tuple(k), v=tuple(v))
+
+
+def run_writing_layers(
+    params: Params,
+    config: ModelConfig,
+    ids_N: jax.Array,
+    cache: KVCache,
+    rows: PagedRows,
+    *,
+    chunk_pages: int,
+) -> tuple[Stream, KVCache]:
+    """Embed tokens and run them through the last layer that owns a cache: all that others see."""
+    x_ND = embed(params, config, ids_N)
+    stream = Stream(x_ND=x_ND, ple_NLW=per_layer_inputs(params, config, ids_N, x_ND))
+    layers = range(config.num_writing_layers)
+    return run_layers(params, config, layers, stream, cache, rows, chunk_pages=chunk_pages)
+
+
+def run_reading_layers(
+    params: Params,
+    config: ModelConfig,
+    stream: Stream,
+    cache: KVCache,
+    rows: PagedRows,
+    *,
+    chunk_pages: int,
+) -> jax.Array:
+    """Take tokens whose logits are wanted through the remaining layers; returns [N, D]."""
+    layers = range(config.num_writing_layers, config.num_layers)
+    stream, _ = run_layers(params, config, layers, stream, cache, rows, chunk_pages=chunk_pages)
+    return stream.x_ND
+
+
+def logits(params: Params, config: ModelConfig, x_ND: jax.Array) -> jax.Array:
+    """Return float32 logits [N, V] of a stream that has passed all layers."""
+    with jax.named_scope("head"):
+        z_NV = linear(params.embed_VD, norm(x_ND, params.final_norm_D, config.norm_eps))
+        if config.logit_softcap is not None:
+            z_NV = config.logit_softcap * jnp.tanh(z_NV / config.logit_softcap)
+        return z_NV

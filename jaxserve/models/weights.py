@@ -1,0 +1,217 @@
+"""Checkpoint folders: from safetensors to Params.
+
+One leaf at a time, the largest first, so that the host holds the weights and little more than the
+largest tensor. It decides by the tensors that exist: under which prefix the text model lies, and
+which weights are packed to int4. Towers, the tied head and the K/V side of layers that only read a
+cache are left on disk. Runs before the engine starts.
+"""
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.models import quantization
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.fields import Fields
+from jaxserve.models.params import Params
+from jaxserve.models.specs import ParamSpec, Source, build_params, param_specs, place
+
+logger = logging.getLogger(__name__)
+
+_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
+_ANCHOR = "embed_tokens.weight"
+_TOWERS = {"vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector"}
+_KV_SIDE = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.\w+")
+_BLOCK_BYTES = 16 << 20
+_FLOATS = ("BF16", "F16", "F32")
+_PACKED_DTYPES = (("I32",), _FLOATS, ("I64",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedParams:
+    """A checkpoint in memory.
+
+    Attributes:
+        unused: names of text tensors that nothing reads, sorted.
+        num_bytes: size of the weights as loaded.
+    """
+
+    params: Params
+    unused: tuple[str, ...]
+    num_bytes: int
+
+
+def load_params(
+    folder: Path, config: ModelConfig, dtype: DTypeLike, *, progress: Callable[[int, int], None]
+) -> LoadedParams:
+    """Load the folder's weights, matrices in `dtype`; whatever does not fit raises ModelLoadError.
+
+    `progress` is called after each leaf with the bytes done and the total.
+    """
+    checkpoint = _Checkpoint(folder)
+    specs = tuple(sorted(param_specs(config), key=lambda spec: -spec.num_bytes(dtype)))
+    checkpoint.check(specs)
+    total = sum(spec.num_bytes(dtype) for spec in specs)
+    done = 0
+
+    def make(spec: ParamSpec) -> jax.Array:
+        nonlocal done
+        leaf = checkpoint.read_leaf(spec, dtype)
+        done += spec.num_bytes(dtype)
+        progress(done, total)
+        return leaf
+
+    params = build_params(specs, make)
+    unused = checkpoint.unused(specs, config)
+    if unused:
+        logger.warning("%d unused tensors in the checkpoint, such as %s", len(unused), unused[0])
+    return LoadedParams(params=params, unused=unused, num_bytes=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensor:
+    """Where a tensor lies, and what its header says."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _Checkpoint:
+    """The tensors of a folder. Files are open for one leaf only: a mapping counts as memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tensors = dict(entry for file in _find_files(folder) for entry in _scan(file))
+        prefixes = [prefix for prefix in _PREFIXES if prefix + _ANCHOR in self._tensors]
+        if len(prefixes) != 1:
+            raise ModelLoadError(
+                f"{folder}: {_ANCHOR} must lie under one of the prefixes "
+                f"{', '.join(map(repr, _PREFIXES))}, but lies under {len(prefixes)} of them"
+            )
+        self._prefix = prefixes[0]
+
+    def check(self, specs: tuple[ParamSpec, ...]) -> None:
+        """Refuse an absent tensor, or one of the wrong shape or type, before anything is read."""
+        for source in (source for spec in specs for source in spec.sources):
+            stored = self._stored(source)
+            if len(stored) == 1:
+                self._expect(stored[0], source.shape, _FLOATS)
+                continue
+            module = stored[0].removesuffix("_packed")
+            for extra in ("_zero_point", "_g_idx"):
+                if module + extra in self._tensors:
+                    raise ModelLoadError(f"tensor {module}{extra}: int4 with it is not served")
+            shapes = quantization.packed_shapes(*source.shape)
+            for name, shape, dtypes in zip(stored, shapes, _PACKED_DTYPES, strict=True):
+                self._expect(name, shape, dtypes)
+
+    def read_leaf(self, spec: ParamSpec, dtype: DTypeLike) -> jax.Array:
+        """Read one leaf; the device has it on return."""
+        stored = {source.name: self._stored(source) for source in spec.sources}
+        with contextlib.ExitStack() as stack:
+            paths = {self._tensors[name].file for names in stored.values() for name in names}
+            files = {path: stack.enter_context(_open(path)) for path in paths}
+
+            def fill(source: Source, part: npt.NDArray[Any]) -> None:
+                slices = [files[self._tensors[n].file].get_slice(n) for n in stored[source.name]]
+                if len(slices) == 1:
+                    _copy(slices[0], part)
+                else:
+                    part[...] = _unpack(source, *(values[:] for values in slices))
+                if spec.offset:
+                    part += np.float32(spec.offset)
+
+            return place(spec, dtype, fill)
+
+    def unused(self, specs: tuple[ParamSpec, ...], config: ModelConfig) -> tuple[str, ...]:
+        """List what nothing reads, apart from what is left out on purpose."""
+        used = {name for spec in specs for source in spec.sources for name in self._stored(source)}
+        rest = sorted(self._tensors.keys() - used)
+        return tuple(name for name in rest if not self._is_left_out(name, config))
+
+    def _is_left_out(self, name: str, config: ModelConfig) -> bool:
+        """Towers, the tied head, and the K/V side of a layer that reads another one's cache."""
+        if dead := _KV_SIDE.fullmatch(name.removeprefix(self._prefix)):
+            i = int(dead[1])
+            return i < config.num_layers and config.layers[i].kv_source != i
+        return not (_TOWERS | {"lm_head"}).isdisjoint(name.split("."))
+
+    def _stored(self, source: Source) -> tuple[str, ...]:
+        """Name the tensors that make up a weight: itself, or its packed words, steps and shape."""
+        name = self._prefix + source.name
+        module = name.removesuffix(".weight")
+        packed = tuple(module + suffix for suffix in quantization.SUFFIXES)
+        if len(source.shape) == 2 and name not in self._tensors and packed[0] in self._tensors:
+            return packed
+        return (name,)
+
+    def _expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            module = name.removesuffix("weight")
+            near = sorted(other for other in self._tensors if other.startswith(module))
+            hint = f"; the checkpoint has {', '.join(near)}" if near else ""
+            raise ModelLoadError(f"tensor {name} of shape {list(shape)} is missing{hint}")
+        if tensor.shape != shape:
+            raise ModelLoadError(
+                f"tensor {name} has the shape {list(tensor.shape)}, but {list(shape)} is needed"
+            )
+        if tensor.dtype not in dtypes:
+            raise ModelLoadError(
+                f"tensor {name} is of type {tensor.dtype}; served are {', '.join(dtypes)}"
+            )
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """Find the shards that the index names, or the single file."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    weight_map = Fields.read(index).child("weight_map")
+    return [folder / name for name in sorted({weight_map.text(key) for key in weight_map})]
+
+
+@contextlib.contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"cannot read {file}: {error}") from error
+
+
+def _scan(file: Path) -> Iterator[tuple[str, _Tensor]]:
+    with _open(file) as opened:
+        for name in opened.keys():  # noqa: SIM118 - not a dict
+            header = opened.get_slice(name)
+            shape = tuple(header.get_shape())
+            yield name, _Tensor(file=file, dtype=header.get_dtype(), shape=shape)
+
+
+def _copy(values: Any, part: npt.NDArray[Any]) -> None:
+    """Copy by blocks of rows: a whole tensor would lie in memory twice meanwhile."""
+    step = max(1, _BLOCK_BYTES * len(part) // part.nbytes)
+    for start in range(0, len(part), step):
+        stop = min(start + step, len(part))
+        part[start:stop] = values[start:stop]
+
+
+def _unpack(
+    source: Source, words: npt.NDArray[Any], steps: npt.NDArray[Any], shape: npt.NDArray[Any]
+) -> npt.NDArray[Any]:
+    if tuple(shape.tolist()) != source.shape:
+        raise ModelLoadError(
+            f"the packed {source.name} says {shape.tolist()}, but {list(source.shape)} is needed"
+        )
+    return quantization.unpack_int4(words, steps)

@@ -1,0 +1,292 @@
+"""From JSON to typed values: readers that know their path, and fields made of them.
+
+A reader takes a decoded JSON value and its path (`messages[2].content`) and returns a typed value
+or raises a 400 naming that path. A field is a name, a reader and a default; a table of fields reads
+a whole object. What a server accepts, refuses or ignores is therefore data. In an object null means
+absent, and of two equal keys the last one counts.
+"""
+
+# ruff: noqa: D102 - what a reader reads is its class's docstring
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import orjson
+
+from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_ESCAPE = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
+    rb"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    rb"|\\.",
+    re.DOTALL,
+)
+
+
+class Reader(Protocol[T_co]):
+    """Turns the JSON value found at `path` into a typed one, or raises InvalidRequestError."""
+
+    def __call__(self, value: object, path: str, /) -> T_co: ...
+
+
+def decode_json(body: bytes) -> object:
+    """Decode a request body.
+
+    Escaped lone surrogates become U+FFFD: refused, they would stay in a chat's history for ever.
+    orjson itself refuses a byte order mark, NaN and nesting deeper than about 1,000 levels.
+    """
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        repaired = _ESCAPE.sub(lambda m: rb"\ufffd" if m["lone"] else m[0], body)
+        if repaired != body:
+            try:
+                return orjson.loads(repaired)
+            except orjson.JSONDecodeError:
+                pass
+        raise InvalidRequestError(
+            f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno}).",
+            code="invalid_json",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Boolean:
+    """True or false."""
+
+    def __call__(self, value: object, path: str) -> bool:
+        if not isinstance(value, bool):
+            raise _wrong_type(path, "a boolean", value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Integer:
+    """A JSON integer in [minimum, maximum]; neither a boolean nor 5.0."""
+
+    minimum: int
+    maximum: int
+
+    def __call__(self, value: object, path: str) -> int:
+        # orjson gives integers beyond 64 bits as floats, which are refused like any float.
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _wrong_type(path, "an integer", value)
+        if not self.minimum <= value <= self.maximum:
+            limits = f"between {self.minimum} and {self.maximum}"
+            raise InvalidRequestError(f"{path} must be {limits}, not {value}.", param=path)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A JSON number in [minimum, maximum], or in (minimum, maximum] where `above_minimum`."""
+
+    minimum: float
+    maximum: float
+    above_minimum: bool = False
+
+    def __call__(self, value: object, path: str) -> float:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+        ):
+            raise _wrong_type(path, "a number", value)
+        too_low = value <= self.minimum if self.above_minimum else value < self.minimum
+        if too_low or value > self.maximum:
+            low = "greater than" if self.above_minimum else "at least"
+            limits = f"{low} {self.minimum:g} and at most {self.maximum:g}"
+            raise InvalidRequestError(f"{path} must be {limits}, not {value}.", param=path)
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A string of at least `min_length` characters."""
+
+    min_length: int = 0
+
+    def __call__(self, value: object, path: str) -> str:
+        if not isinstance(value, str):
+            raise _wrong_type(path, "a string", value)
+        if len(value) < self.min_length:
+            raise InvalidRequestError(f"{path} must not be empty.", param=path)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of a few strings."""
+
+    options: tuple[str, ...]
+
+    def __call__(self, value: object, path: str) -> str:
+        if not isinstance(value, str):
+            raise _wrong_type(path, "a string", value)
+        if value not in self.options:
+            raise InvalidRequestError(
+                f"{path} must be one of {', '.join(self.options)}, not {_show(value)}.", param=path
+            )
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class ListOf(Generic[T]):
+    """A list of [min_items, max_items] values, each read by `item` at `path[i]`."""
+
+    item: Reader[T]
+    min_items: int = 0
+    max_items: int | None = None
+
+    def __call__(self, value: object, path: str) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise _wrong_type(path, "a list", value)
+        if len(value) < self.min_items:
+            raise InvalidRequestError(
+                f"{path} must hold at least {self.min_items}, not {len(value)}.", param=path
+            )
+        if self.max_items is not None and len(value) > self.max_items:
+            raise InvalidRequestError(
+                f"{path} must hold at most {self.max_items}, not {len(value)}.", param=path
+            )
+        return tuple(self.item(entry, f"{path}[{i}]") for i, entry in enumerate(value))
+
+
+@dataclass(frozen=True, slots=True)
+class OneOrMany(Generic[T]):
+    """One bare value, or a list of at most `max_items`; a tuple either way."""
+
+    item: Reader[T]
+    max_items: int
+
+    def __call__(self, value: object, path: str) -> tuple[T, ...]:
+        if isinstance(value, list):
+            return ListOf(self.item, max_items=self.max_items)(value, path)
+        return (self.item(value, path),)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """Any JSON object, not looked into."""
+
+    def __call__(self, value: object, path: str) -> Mapping[str, object]:
+        if not isinstance(value, dict):
+            raise _wrong_type(path, "an object", value)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """Accepts the values that ask for nothing, and refuses every other one as not supported."""
+
+    values: tuple[object, ...] = ()
+
+    def __call__(self, value: object, path: str) -> None:
+        if not any(_same_json(value, neutral) for neutral in self.values):
+            raise UnsupportedFieldError(
+                f"{path}={_show(value)} is not supported by this server.", param=path
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Inert:
+    """Accepts what `reader` accepts and drops it: the field changes no answer."""
+
+    reader: Reader[object]
+
+    def __call__(self, value: object, path: str) -> None:
+        self.reader(value, path)
+
+
+@dataclass(frozen=True, slots=True)
+class Field(Generic[T]):
+    """One key of an object; `default` stands in where it is absent or null.
+
+    Where it is required, absent and null are refused.
+    """
+
+    name: str
+    read: Reader[T]
+    default: T
+    required: bool = False
+
+
+FieldTable = Mapping[str, Field[Any]]
+
+
+def table(fields: Iterable[Field[Any]]) -> FieldTable:
+    """Index fields by name, in the order given."""
+    return {field.name: field for field in fields}
+
+
+class Values:
+    """What a table read from an object: `values[FIELD]` has the field's type."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = values
+
+    def __getitem__(self, field: Field[T]) -> T:
+        return cast(T, self._values.get(field.name, field.default))
+
+
+def read_object(value: object, path: str, fields: FieldTable) -> Values:
+    """Read every key of an object by its field; `path` is "" for the body itself."""
+    if not isinstance(value, dict):
+        raise _wrong_type(path, "an object", value)
+    values: dict[str, object] = {}
+    for name, entry in value.items():
+        where = f"{path}.{name}" if path else name
+        field = fields.get(name)
+        if field is None:
+            raise InvalidRequestError(
+                f"Unknown field: {_show(where)}.", param=where, code="unknown_parameter"
+            )
+        if entry is not None:
+            values[name] = field.read(entry, where)
+    for field in fields.values():
+        if field.required and field.name not in values:
+            where = f"{path}.{field.name}" if path else field.name
+            raise InvalidRequestError(
+                f"{where} is required.", param=where, code="missing_required_parameter"
+            )
+    return Values(values)
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """An object read by a table of its own."""
+
+    fields: FieldTable
+
+    def __call__(self, value: object, path: str) -> Values:
+        return read_object(value, path, self.fields)
+
+
+def _wrong_type(path: str, wanted: str, value: object) -> InvalidRequestError:
+    what = f"{path} must be" if path else "The body must be"
+    return InvalidRequestError(
+        f"{what} {wanted}, not {_show(value)}.", param=path or None, code="invalid_type"
+    )
+
+
+def _show(value: object) -> str:
+    """A value for a message: containers by kind, long texts cut."""
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    shown = orjson.dumps(value).decode()
+    return shown if len(shown) <= 60 else f"{shown[:60]}…"
+
+
+def _same_json(a: object, b: object) -> bool:
+    """Equal as JSON: 0 is 0.0, but true is not 1."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    return a == b

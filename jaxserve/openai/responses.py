@@ -1,0 +1,240 @@
+"""Answers in OpenAI's wire format: whole bodies, stream chunks and errors, as bytes.
+
+A chunk is written as head + encoded text + tail, about 25 times cheaper than encoding the object it
+stands for. Token ids appear as vLLM gives them: `token_ids` in a choice, `prompt_token_ids` in a
+chat answer or a completion's choice.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import orjson
+
+from jaxserve.errors import ApiError
+
+FinishReason = Literal["stop", "length"]
+
+STREAM_END = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request: each prompt once however many choices it has, end ids counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def to_wire(self) -> dict[str, object]:
+        """Give OpenAI's usage object."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One finished choice.
+
+    Attributes:
+        stop_reason: the stop string that ended it, if one did.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | None
+
+
+class Answer(ABC):
+    """Writes one request's answer, whole or in chunks; choice i belongs to prompt i // n.
+
+    Args:
+        prompts: the prompts' token ids, written where `return_token_ids`.
+    """
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+    _text_head: ClassVar[bytes]
+    _text_tail: ClassVar[bytes]
+
+    def __init__(
+        self,
+        *,
+        id: str,
+        created: int,
+        model: str,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        return_token_ids: bool,
+    ) -> None:
+        self._meta = {"id": id, "created": created, "model": model}
+        self._prompts = prompts
+        self._n = n
+        self._return_token_ids = return_token_ids
+        meta = orjson.dumps({"object": self.chunk_object, **self._meta})
+        self._stem = b"data: " + meta[:-1] + b',"choices":'
+
+    @abstractmethod
+    def first_chunk(self, index: int) -> bytes:
+        """Open a choice; empty where the format has no such chunk."""
+
+    @abstractmethod
+    def _wire_choice(self, choice: Choice) -> dict[str, object]: ...
+
+    @abstractmethod
+    def _wire_finish(self) -> dict[str, object]: ...
+
+    def text_chunk(self, index: int, text: str, token_ids: tuple[int, ...]) -> bytes:
+        """Carry one step's text of a choice; b"" where there is nothing to carry."""
+        if self._return_token_ids and token_ids:
+            ids = b',"token_ids":' + orjson.dumps(token_ids)
+        elif text:
+            ids = b""
+        else:
+            return b""
+        head = self._stem + self._text_head % index
+        return head + orjson.dumps(text) + self._text_tail + ids + b"}]}\n\n"
+
+    def last_chunk(self, index: int, finish_reason: FinishReason, stop_reason: str | None) -> bytes:
+        """Close a choice."""
+        choice = {
+            "index": index,
+            **self._wire_finish(),
+            "logprobs": None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+        return self._chunk({"choices": [choice]})
+
+    def usage_chunk(self, usage: Usage) -> bytes:
+        """Report the usage; comes last before the end, with no choices."""
+        return self._chunk({"choices": [], "usage": usage.to_wire()})
+
+    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+        """Write the whole answer; `choices` in order of their index."""
+        return orjson.dumps(
+            {
+                "object": self.whole_object,
+                **self._meta,
+                "choices": [self._wire_choice(choice) for choice in choices],
+                "usage": usage.to_wire(),
+                **self._prompt_of_answer(),
+            }
+        )
+
+    def _chunk(self, fields: Mapping[str, object]) -> bytes:
+        chunk = {"object": self.chunk_object, **self._meta, **fields}
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+    def _prompt_of_answer(self) -> dict[str, object]:
+        return {}
+
+    def _token_ids(self, choice: Choice) -> dict[str, object]:
+        return {"token_ids": choice.token_ids} if self._return_token_ids else {}
+
+
+class ChatAnswer(Answer):
+    """Writes chat completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _text_head = b'[{"index":%d,"delta":{"content":'
+    _text_tail = b'},"logprobs":null,"finish_reason":null'
+
+    def first_chunk(self, index: int) -> bytes:
+        """Name the role."""
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return self._chunk({"choices": [choice], **self._prompt_of_answer()})
+
+    def _wire_choice(self, choice: Choice) -> dict[str, object]:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **self._token_ids(choice),
+        }
+
+    def _wire_finish(self) -> dict[str, object]:
+        return {"delta": {}}
+
+    def _prompt_of_answer(self) -> dict[str, object]:
+        return {"prompt_token_ids": self._prompts[0]} if self._return_token_ids else {}
+
+
+class CompletionAnswer(Answer):
+    """Writes completions."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    _text_head = b'[{"index":%d,"text":'
+    _text_tail = b',"logprobs":null,"finish_reason":null'
+
+    def first_chunk(self, index: int) -> bytes:
+        """Give the prompt's ids where they are wanted; there is no such chunk otherwise."""
+        if not self._return_token_ids:
+            return b""
+        choice = {
+            "index": index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": None,
+            "token_ids": (),
+            "prompt_token_ids": self._prompts[index // self._n],
+        }
+        return self._chunk({"choices": [choice]})
+
+    def _wire_choice(self, choice: Choice) -> dict[str, object]:
+        ids = self._token_ids(choice)
+        if self._return_token_ids:
+            ids["prompt_token_ids"] = self._prompts[choice.index // self._n]
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **ids,
+        }
+
+    def _wire_finish(self) -> dict[str, object]:
+        return {"text": ""}
+
+
+def error_body(error: ApiError) -> bytes:
+    """Write an error; the shape is the same in a body and in a stream."""
+    return orjson.dumps(
+        {
+            "error": {
+                "message": error.message,
+                "type": error.type,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+    )
+
+
+def model_object(id: str, *, created: int, max_model_len: int) -> dict[str, object]:
+    """Describe a served model as the models endpoints do."""
+    return {
+        "id": id,
+        "object": "model",
+        "created": created,
+        "owned_by": "jaxserve",
+        "max_model_len": max_model_len,
+    }

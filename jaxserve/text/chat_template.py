@@ -1,0 +1,141 @@
+"""Messages to prompt text, by a checkpoint's own Jinja template, in a sandbox.
+
+The environment is the one that checkpoints' templates are written for (Hugging Face's conventions).
+It knows nothing of tokens beyond the spellings that it hands to the template. Immutable once
+loaded; any thread.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jaxserve.errors import InvalidRequestError, ModelLoadError
+from jaxserve.text.tokenizer_config import TokenizerConfig
+
+_FILE_NAME = "chat_template.jinja"
+
+# What a template, which is code, raises on messages of a shape that it does not expect.
+_RENDER_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+class ChatTemplate:
+    """A checkpoint's templates: "default" and, in some, "tool_use", taken when there are tools."""
+
+    def __init__(self, sources: Mapping[str, str], *, special_tokens: Mapping[str, str]) -> None:
+        """Compile the templates.
+
+        Raises:
+            ModelLoadError: a template is not valid Jinja.
+        """
+        environment = _environment()
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._templates = {
+                name: environment.from_string(source) for name, source in sources.items()
+            }
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelLoadError(
+                f"the chat template is wrong at line {error.lineno}: {error}"
+            ) from error
+
+    @classmethod
+    def load(cls, folder: Path) -> "ChatTemplate":
+        """Read a folder's chat_template.jinja or, without it, tokenizer_config.json's template."""
+        config = TokenizerConfig.load(folder)
+        path = folder / _FILE_NAME
+        try:
+            sources = (
+                {"default": path.read_text(encoding="utf-8")}
+                if path.exists()
+                else config.chat_templates
+            )
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"cannot read {path}: {error}") from error
+        return cls(sources, special_tokens=config.special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """Return the prompt's text, with a BOS where the template writes one.
+
+        Args:
+            messages: as in a chat completion request.
+            tools: as in a chat completion request.
+            add_generation_prompt: open the model's turn at the end.
+            kwargs: variables of this checkpoint's template.
+
+        Raises:
+            InvalidRequestError: there is no template, or the template refuses the messages.
+        """
+        template = self._choose(with_tools=bool(tools))
+        variables = self._special_tokens | kwargs
+        try:
+            return template.render(
+                variables,
+                messages=messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except _RENDER_ERRORS as error:
+            raise InvalidRequestError(
+                f"the chat template refused the messages: {error}", param="messages"
+            ) from error
+
+    def _choose(self, *, with_tools: bool) -> jinja2.Template:
+        template = self._templates.get("tool_use") if with_tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidRequestError(
+                "this checkpoint has no chat template; use /v1/completions", param="messages"
+            )
+        return template
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replace Jinja's own filter, which escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(layout: str) -> str:
+    return datetime.now().astimezone().strftime(layout)

@@ -1,0 +1,107 @@
+"""Text to token ids and back to pieces, by a checkpoint's tokenizer.json.
+
+It decides by itself when a BOS goes in front, whatever the file's post-processor says, and knows
+what each id stands for; joining that to a text is the detokenizer's. Immutable once loaded;
+encoding releases the GIL, so that a worker thread can take a long text.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import tokenizers
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.text.tokenizer_config import TokenizerConfig
+
+_FILE_NAME = "tokenizer.json"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# The decoder that the pieces below are true for: Gemma's.
+_SPACE = "\u2581"
+_DECODER = {
+    "type": "Sequence",
+    "decoders": [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ],
+}
+
+
+class Tokenizer:
+    """A Gemma tokenizer.
+
+    Attributes:
+        bos_id: the token that opens every prompt.
+        special_ids: tokens that are control, not text.
+        pieces: by id, the text that a token stands for, or the byte, where it stands for one.
+        vocab_size: one more than the largest id.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, *, bos_token: str) -> None:
+        """Wrap a loaded tokenizer, which is this object's from now on.
+
+        Raises:
+            ModelLoadError: it decodes otherwise than Gemma's do, or has no such BOS token.
+        """
+        # A file may ask for either; a prompt is never cut or padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None
+        if decoder != _DECODER:
+            raise ModelLoadError(
+                f"{_FILE_NAME}: only Gemma's decoder is served, not {json.dumps(decoder)}"
+            )
+        self._tokenizer = tokenizer
+        bos_id = self.token_id(bos_token)
+        if bos_id is None:
+            raise ModelLoadError(
+                f"{_FILE_NAME} has no token {bos_token!r}, which is to open every prompt"
+            )
+        self.bos_id = bos_id
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        # An added token's spelling goes before the vocabulary's, as in the library's decoding.
+        self.pieces: Mapping[int, str | int] = {
+            token_id: _piece(token) for token, token_id in vocabulary.items()
+        } | {token_id: _piece(token.content) for token_id, token in added.items()}
+        self.vocab_size = max(self.pieces) + 1
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read a folder's tokenizer.json and, for the BOS token's spelling, tokenizer_config.json.
+
+        Raises:
+            ModelLoadError: the file is missing or damaged, or is not a tokenizer of Gemma's kind.
+        """
+        path = folder / _FILE_NAME
+        try:
+            tokenizer = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"cannot read {path}: {error}") from error
+        return cls(tokenizer, bos_token=TokenizerConfig.load(folder).special_tokens["bos_token"])
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the text's ids. Special tokens spelled out in the text become their ids.
+
+        With `add_special_tokens` a BOS is put in front unless the ids begin with one already.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if add_special_tokens and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of an exact spelling; None, never the unknown id, where there is none."""
+        return self._tokenizer.token_to_id(token)
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """Return a token's spelling in the vocabulary; None outside of it."""
+        return self._tokenizer.id_to_token(token_id)
+
+
+def _piece(token: str) -> str | int:
+    byte = _BYTE_PIECE.fullmatch(token)
+    return int(byte[1], 16) if byte else token.replace(_SPACE, " ")

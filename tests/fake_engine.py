@@ -1,0 +1,237 @@
+"""An engine that follows a script, and a model whose tokens are bytes: token id 6 + b is byte b.
+
+ASCII bytes are ordinary tokens, the others byte-fallback ones: their text waits for the run's end.
+`Script.say("hi")` is three steps: "h", "i", the end id. So every answer can be worked out by hand.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from jaxserve.engine.client import EngineStatus
+from jaxserve.errors import ApiError
+from jaxserve.http.served_model import ServedModel
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import (
+    FinishReason,
+    GenerationRequest,
+    OutputEvent,
+    RequestFailed,
+    RequestFinished,
+    RequestStats,
+    TokenOutput,
+)
+
+PAD, EOS, BOS, UNK, END_OF_TURN, IMAGE = range(6)
+_SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<end>", "<image>"]
+_FIRST_BYTE = len(_SPECIALS)
+VOCAB_SIZE = _FIRST_BYTE + 256
+READY = EngineStatus(phase="ready")
+
+_CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
+    "{% endfor %}[model]"
+)
+
+
+def ids(text: str | bytes) -> tuple[int, ...]:
+    """The token ids of a text, without BOS."""
+    data = text.encode() if isinstance(text, str) else text
+    return tuple(_FIRST_BYTE + byte for byte in data)
+
+
+def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
+    """Write the text side of a checkpoint into `folder` and load it."""
+    vocab = {name: i for i, name in enumerate(_SPECIALS)}
+    vocab |= {_piece(byte): _FIRST_BYTE + byte for byte in range(256)}
+    tokenizer: dict[str, object] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": name,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for i, name in enumerate(_SPECIALS)
+        ],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocab,
+            "merges": [],
+        },
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    return ServedModel(
+        id="org/byte-model",
+        tokenizer=Tokenizer.load(folder),
+        chat_template=ChatTemplate.load(folder),
+        max_model_len=max_model_len,
+        end_token_ids=frozenset({EOS, END_OF_TURN}),
+        placeholder_token_ids=frozenset({IMAGE}),
+        created=1_700_000_000,
+    )
+
+
+def _piece(byte: int) -> str:
+    return chr(byte).replace(" ", "▁") if byte < 0x80 else f"<0x{byte:02X}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """What one sequence does.
+
+    Attributes:
+        steps: the ids of each step.
+        end: how it ends after them; None: not before it is aborted.
+        delay_s: time before each event.
+    """
+
+    steps: tuple[tuple[int, ...], ...] = ()
+    end: FinishReason | Exception | None = "stop"
+    cached_tokens: int = 0
+    delay_s: float = 0.0
+
+    @classmethod
+    def say(cls, text: str, *, ids_per_step: int = 1, cached_tokens: int = 0) -> Self:
+        """Generate a text and an end id."""
+        tokens = (*ids(text), EOS)
+        steps = (tokens[i : i + ids_per_step] for i in range(0, len(tokens), ids_per_step))
+        return cls(steps=tuple(steps), cached_tokens=cached_tokens)
+
+
+class FakeStream:
+    """One scripted sequence."""
+
+    def __init__(self, engine: "FakeEngine", request: GenerationRequest, script: Script) -> None:
+        self._engine = engine
+        self._request = request
+        self._script = script
+        self._steps = deque(script.steps)
+        self._num_output_tokens = 0
+        self._is_over = False
+        self._aborted = asyncio.Event()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> OutputEvent:
+        if self._is_over:
+            raise StopAsyncIteration
+        await asyncio.sleep(self._script.delay_s)
+        if self._steps and not self._aborted.is_set():
+            step = self._steps.popleft()
+            self._num_output_tokens += len(step)
+            return TokenOutput(self._request.request_id, step)
+        end = self._script.end
+        if end is None:
+            await self._aborted.wait()
+        self._is_over = True
+        self._engine.live.discard(self._request.request_id)
+        if self._aborted.is_set():
+            return self._finished("abort")
+        if isinstance(end, ApiError):
+            return RequestFailed(self._request.request_id, end)
+        if isinstance(end, Exception):
+            raise end
+        return self._finished(end or "abort")
+
+    def abort(self) -> None:
+        if not self._is_over and not self._aborted.is_set():
+            self._engine.note_abort(self._request.request_id)
+        self._aborted.set()
+
+    def _finished(self, reason: FinishReason) -> RequestFinished:
+        stats = RequestStats(
+            num_prompt_tokens=len(self._request.prompt_ids),
+            num_cached_tokens=self._script.cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            queue_s=0.001,
+            ttft_s=0.002,
+            total_s=0.003,
+        )
+        return RequestFinished(self._request.request_id, reason, stats)
+
+
+class FakeEngine:
+    """Plays one script per sequence, in order of submission, the last one for all that follow.
+
+    Attributes:
+        requests: all that was submitted.
+        live: ids of sequences that have neither ended nor been aborted.
+        aborted: ids of sequences aborted while they lived.
+        refusals: raised by the next submissions, one each; None lets one pass.
+    """
+
+    def __init__(self, *scripts: Script, status: EngineStatus = READY) -> None:
+        self._scripts = scripts or (Script.say("ok"),)
+        self.status = status
+        self.requests: list[GenerationRequest] = []
+        self.live: set[str] = set()
+        self.aborted: list[str] = []
+        self.refusals: deque[Exception | None] = deque()
+        self._news = asyncio.Event()
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        if self.refusals and (refusal := self.refusals.popleft()) is not None:
+            raise refusal
+        script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
+        self.requests.append(request)
+        self.live.add(request.request_id)
+        self._news.set()
+        return FakeStream(self, request, script)
+
+    def note_abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.live.discard(request_id)
+        self._news.set()
+
+    async def until_submitted(self, count: int = 1) -> None:
+        """Wait until there have been `count` submissions."""
+        await self._until(lambda: len(self.requests) >= count)
+
+    async def until_aborted(self, count: int = 1) -> None:
+        """Wait until `count` sequences have been aborted."""
+        await self._until(lambda: len(self.aborted) >= count)
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._news.clear()
+            await asyncio.wait_for(self._news.wait(), 5)
+
+    @property
+    def prompts(self) -> Sequence[tuple[int, ...]]:
+        return [request.prompt_ids for request in self.requests]

@@ -1,0 +1,277 @@
+"""Test doubles of the engine's neighbours, simple enough to work out by hand."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jaxserve.device.buckets import ExtendBucket, ExtendChunk
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.inbox import Abort, Inbox, Submit
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.metrics import Metrics
+from jaxserve.types import (
+    GenerationRequest,
+    OutputEvent,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    TokenOutput,
+)
+
+FAKE_VOCAB_SIZE = 97
+FAKE_BUCKETS = (
+    ExtendBucket(tokens=8, block=4),
+    ExtendBucket(tokens=16, block=4),
+    ExtendBucket(tokens=32, block=8),
+)
+
+
+class FakeClock:
+    """Seconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance_to(self, time_s: float) -> None:
+        self.now_s = max(self.now_s, time_s)
+
+
+def fake_next_token(token_ids: Sequence[int], seed: int) -> int:
+    """Return the id that FakeRunner samples after these.
+
+    h = seed mod 100,003; then h = (31 h + id + 1) mod 100,003 for each id in order; the answer is h
+    mod 97. After [4, 7] with seed 2: 31 * 2 + 5 = 67; 31 * 67 + 8 = 2085; 2085 mod 97 = 48.
+    """
+    h = seed % 100_003
+    for token_id in token_ids:
+        h = (31 * h + token_id + 1) % 100_003
+    return h % FAKE_VOCAB_SIZE
+
+
+def fake_generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
+    """All output ids of a sequence that runs alone: what every schedule has to give."""
+    token_ids = list(prompt_ids)
+    for _ in range(sampling.max_tokens):
+        token_ids.append(fake_next_token(token_ids, sampling.seed))
+        if token_ids[-1] in sampling.stop_token_ids:
+            break
+    return tuple(token_ids[len(prompt_ids) :])
+
+
+@dataclass(eq=False)
+class FakeSlot:
+    """What the device keeps of a slot."""
+
+    sampling: SamplingParams
+    pages: dict[int, int] = field(default_factory=dict)  # page-table entry -> page
+    last_id: int | None = None
+
+
+class FakePendingTokens:
+    """Ids of one call, to be read once and in call order; reading waits on the fake clock."""
+
+    def __init__(self, runner: "FakeRunner", ids: list[int], done_s: float) -> None:
+        self._runner = runner
+        self._ids = ids
+        self._done_s = done_s
+
+    def token_ids(self) -> list[int]:
+        assert self._runner.unread.popleft() is self, "ids are read out of order, or twice"
+        self._runner.clock.advance_to(self._done_s)
+        self._runner.count_call("read")
+        return self._ids
+
+
+class FakeRunner:
+    """A device whose KV store maps (page, offset) to a token id; its model is `fake_next_token`.
+
+    What a row samples is worked out from all ids that it finds through its page table at positions
+    [0, p], so a wrong page, position, slot, order or a page somebody else overwrote shows as a
+    wrong id. Breaches of the runner's contract are AssertionErrors. Work is done when it is called,
+    in call order, as a device would; `unread` holds the answers that the host has not read. Time: a
+    call begins when the one before it is done and takes `extend_s_per_token` times its bucket's
+    tokens, or `decode_s`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int = 65,
+        page_size: int = 4,
+        num_slots: int = 4,
+        max_model_len: int = 64,
+        extend_buckets: tuple[ExtendBucket, ...] = FAKE_BUCKETS,
+        clock: FakeClock | None = None,
+        decode_s: float = 0.010,
+        extend_s_per_token: float = 0.001,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.num_slots = num_slots
+        self.max_model_len = max_model_len
+        self.extend_buckets = extend_buckets
+        self.clock = clock or FakeClock()
+        self.decode_s = decode_s
+        self.extend_s_per_token = extend_s_per_token
+        self.unread: deque[FakePendingTokens] = deque()
+        self.max_unread = 0
+        self.calls: list[str] = []  # names of all calls: open_slot, set_pages, extend, decode, read
+        self.fail_at: dict[str, int] = {}  # name -> the how-manieth of these calls raises
+        self.decoded_slots: list[list[int]] = []
+        self.extended: list[list[ExtendChunk]] = []
+        self._slots: dict[int, FakeSlot] = {}
+        self._store: dict[tuple[int, int], int] = {}
+        self._free_from_s = 0.0
+
+    def count_call(self, name: str) -> None:
+        self.calls.append(name)
+        if self.calls.count(name) == self.fail_at.get(name):
+            raise RuntimeError(f"the device failed in {name}")
+
+    def open_slot(self, slot: int, sampling: SamplingParams) -> None:
+        self.count_call("open_slot")
+        assert 0 <= slot < self.num_slots
+        self._slots[slot] = FakeSlot(sampling)
+
+    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+        self.count_call("set_pages")
+        assert all(1 <= page < self.num_pages for page in pages)
+        assert (start + len(pages) - 1) * self.page_size < self.max_model_len
+        self._slots[slot].pages.update(enumerate(pages, start))
+
+    def extend(self, chunks: Sequence[ExtendChunk]) -> FakePendingTokens:
+        self.count_call("extend")
+        self.extended.append(list(chunks))
+        lengths = [len(chunk.token_ids) for chunk in chunks]
+        assert min(lengths) > 0
+        assert len({chunk.slot for chunk in chunks}) == len(chunks)
+        bucket = next((bucket for bucket in self.extend_buckets if bucket.fits(lengths)), None)
+        assert bucket is not None, f"chunks of {lengths} tokens fit no bucket"
+        for chunk in chunks:
+            self._write(chunk.slot, chunk.start, chunk.token_ids)
+        sampled = [
+            self._sample(chunk.slot, chunk.start + len(chunk.token_ids))
+            for chunk in chunks
+            if chunk.sample
+        ]
+        return self._pending(sampled, self.extend_s_per_token * bucket.tokens)
+
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> FakePendingTokens:
+        self.count_call("decode")
+        self.decoded_slots.append(list(slots))
+        assert 0 < len(slots) == len(set(slots)) == len(positions) <= self.num_slots
+        for slot, position in zip(slots, positions, strict=True):
+            last_id = self._slots[slot].last_id
+            assert last_id is not None, f"slot {slot} decodes before its prompt is computed"
+            self._write(slot, position, [last_id])
+        sampled = [
+            self._sample(slot, position + 1)
+            for slot, position in zip(slots, positions, strict=True)
+        ]
+        return self._pending(sampled, self.decode_s)
+
+    def _cell(self, slot: int, position: int) -> tuple[int, int]:
+        assert 0 <= position < self.max_model_len
+        return self._slots[slot].pages[position // self.page_size], position % self.page_size
+
+    def _write(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
+        for position, token_id in enumerate(token_ids, start):
+            self._store[self._cell(slot, position)] = token_id
+
+    def _sample(self, slot: int, end: int) -> int:
+        token_ids = [self._store[self._cell(slot, position)] for position in range(end)]
+        token_id = fake_next_token(token_ids, self._slots[slot].sampling.seed)
+        self._slots[slot].last_id = token_id
+        return token_id
+
+    def _pending(self, ids: list[int], duration_s: float) -> FakePendingTokens:
+        self._free_from_s = max(self._free_from_s, self.clock()) + duration_s
+        pending = FakePendingTokens(self, ids, self._free_from_s)
+        self.unread.append(pending)
+        self.max_unread = max(self.max_unread, len(self.unread))
+        return pending
+
+
+class SteppedEngine:
+    """The real loop and scheduler on a FakeRunner, driven pass by pass in the test's own thread."""
+
+    def __init__(
+        self, runner: FakeRunner | None = None, *, prefill_stall_factor: float = 1.5
+    ) -> None:
+        self.runner = runner or FakeRunner()
+        self.scheduler = Scheduler(self.runner, prefill_stall_factor=prefill_stall_factor)
+        self.inbox = Inbox()
+        self.metrics = Metrics()
+        self.events: list[OutputEvent] = []
+        self.published: list[
+            tuple[float, list[OutputEvent]]
+        ] = []  # time and events of each publish
+        self.faults: list[Exception] = []
+        self.core = EngineCore(
+            self.runner,
+            self.scheduler,
+            self.inbox,
+            publish=self._keep,
+            on_death=self.faults.append,
+            metrics=self.metrics,
+            clock=self.runner.clock,
+        )
+
+    def _keep(self, events: list[OutputEvent]) -> None:
+        self.published.append((self.runner.clock(), events))
+        self.events += events
+
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        stop_token_ids: Iterable[int] = (),
+    ) -> GenerationRequest:
+        sampling = SamplingParams(
+            max_tokens=max_tokens, seed=seed, stop_token_ids=frozenset(stop_token_ids)
+        )
+        request = GenerationRequest(
+            request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling
+        )
+        self.inbox.put(Submit(request=request, arrival_s=self.runner.clock()))
+        return request
+
+    def abort(self, request_id: str) -> None:
+        self.inbox.put(Abort(request_id=request_id))
+
+    def step(self, count: int = 1) -> None:
+        """Make so many passes; the loop must not be idle without a command."""
+        for _ in range(count):
+            self.core.step()
+
+    def run_until_idle(self, max_steps: int = 1_000) -> None:
+        """Make passes until nothing is live; fail where that takes too many."""
+        for _ in range(max_steps):
+            self.core.step()
+            if self.core.is_idle:
+                self.scheduler.check_integrity()
+                return
+        raise AssertionError(
+            f"requests {self.scheduler.live_ids()} still live after {max_steps} steps"
+        )
+
+    def events_of(self, request_id: str) -> list[OutputEvent]:
+        return [event for event in self.events if event.request_id == request_id]
+
+    def tokens_of(self, request_id: str) -> tuple[int, ...]:
+        """Published ids of a sequence."""
+        outputs = (event for event in self.events_of(request_id) if isinstance(event, TokenOutput))
+        return tuple(token_id for output in outputs for token_id in output.token_ids)
+
+    def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
+        """Return the terminal event of a sequence; it must be the last and the only one."""
+        *outputs, end = self.events_of(request_id)
+        assert all(isinstance(output, TokenOutput) for output in outputs)
+        assert not isinstance(end, TokenOutput)
+        return end

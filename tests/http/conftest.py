@@ -1,0 +1,27 @@
+"""One byte model for all tests, and applications over scripted engines."""
+
+from collections.abc import Callable
+
+import pytest
+from starlette.applications import Starlette
+
+from jaxserve.http.app import build_app
+from jaxserve.http.config import HttpConfig
+from jaxserve.http.served_model import ServedModel
+from jaxserve.metrics import Metrics
+from tests.fake_engine import FakeEngine, byte_model
+
+Serve = Callable[..., Starlette]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return byte_model(tmp_path_factory.mktemp("byte_model"))
+
+
+@pytest.fixture
+def serve(model: ServedModel) -> Serve:
+    def serve(engine: FakeEngine, config: HttpConfig | None = None) -> Starlette:
+        return build_app(engine, lambda: model, config=config or HttpConfig(), metrics=Metrics())
+
+    return serve

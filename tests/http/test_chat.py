@@ -1,0 +1,153 @@
+from jaxserve.errors import EngineError, OverloadedError
+from tests.fake_engine import BOS, END_OF_TURN, EOS, FakeEngine, Script, ids
+from tests.http.conftest import Serve
+from tests.http.driver import post
+
+CHAT = "/v1/chat/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def test_whole_answer(serve: Serve) -> None:
+    engine = FakeEngine(Script.say("yes", cached_tokens=3))
+    reply = await post(serve(engine), CHAT, {**HI, "model": "org/byte-model"})
+    answer = reply.json
+    assert reply.status == 200
+    assert answer.pop("id") == f"chatcmpl-{reply.headers['x-request-id']}"
+    assert isinstance(answer.pop("created"), int)
+    assert answer == {
+        "object": "chat.completion",
+        "model": "org/byte-model",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "yes", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ],
+        "usage": {
+            "prompt_tokens": 16,
+            "completion_tokens": 4,
+            "total_tokens": 20,
+            "prompt_tokens_details": {"cached_tokens": 3},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        },
+    }
+
+
+async def test_prompt_is_the_template_with_one_bos(serve: Serve) -> None:
+    engine = FakeEngine()
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": "c", "tool_calls": None},
+        {"role": "user", "content": "d"},
+    ]
+    await post(serve(engine), CHAT, {"messages": messages})
+    assert engine.prompts == [(BOS, *ids("[system]be brief[user]ab[assistant]c[user]d[model]"))]
+
+
+async def test_sampling_fields_reach_the_engine(serve: Serve) -> None:
+    engine = FakeEngine()
+    fields = {
+        "max_completion_tokens": 7,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 40,
+        "min_p": 0.1,
+        "seed": -1,
+    }
+    await post(serve(engine), CHAT, {**HI, **fields})
+    sampling = engine.requests[0].sampling
+    assert sampling.max_tokens == 7
+    assert sampling.temperature == 0
+    assert sampling.top_p == 0.5
+    assert sampling.top_k == 40
+    assert sampling.min_p == 0.1
+    assert sampling.seed == 2**64 - 1
+    assert sampling.stop_token_ids == {EOS, END_OF_TURN}
+
+
+async def test_default_budget_is_the_rest_of_the_context(serve: Serve) -> None:
+    engine = FakeEngine()
+    await post(serve(engine), CHAT, HI)
+    request = engine.requests[0]
+    assert len(request.prompt_ids) + request.sampling.max_tokens == 1000
+
+
+async def test_unseeded_requests_differ(serve: Serve) -> None:
+    engine = FakeEngine()
+    app = serve(engine)
+    await post(app, CHAT, HI)
+    await post(app, CHAT, HI)
+    assert engine.requests[0].sampling.seed != engine.requests[1].sampling.seed
+
+
+async def test_ignore_eos_lets_end_ids_pass_unseen(serve: Serve) -> None:
+    script = Script(steps=(ids("a"), (EOS,), ids("b")), end="length")
+    engine = FakeEngine(script)
+    reply = await post(serve(engine), CHAT, {**HI, "ignore_eos": True})
+    assert engine.requests[0].sampling.stop_token_ids == frozenset()
+    assert reply.json["choices"][0]["message"]["content"] == "ab"
+    assert reply.json["choices"][0]["finish_reason"] == "length"
+    assert reply.json["usage"]["completion_tokens"] == 3
+
+
+async def test_return_token_ids(serve: Serve) -> None:
+    engine = FakeEngine(Script.say("ab"))
+    answer = (await post(serve(engine), CHAT, {**HI, "return_token_ids": True})).json
+    assert answer["prompt_token_ids"] == [BOS, *ids("[user]hi[model]")]
+    assert answer["choices"][0]["token_ids"] == [*ids("ab"), EOS]
+
+
+async def test_n_choices_have_seeds_of_their_own_and_one_prompt(serve: Serve) -> None:
+    engine = FakeEngine(Script.say("a", cached_tokens=2), Script.say("bb", cached_tokens=9))
+    answer = (await post(serve(engine), CHAT, {**HI, "n": 2, "seed": 0})).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "bb"]
+    assert answer["usage"]["prompt_tokens"] == 16
+    assert answer["usage"]["completion_tokens"] == 5
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    # SplitMix64's first output from state 0.
+    seeds = [request.sampling.seed for request in engine.requests]
+    assert seeds == [0, 0xE220A8397B1DCDAF]
+
+
+async def test_engine_ids_differ_where_clients_repeat_theirs(serve: Serve) -> None:
+    engine = FakeEngine()
+    app = serve(engine)
+    await post(app, CHAT, {**HI, "n": 2})
+    await post(app, CHAT, {**HI, "n": 2})
+    assert len({request.request_id for request in engine.requests}) == 4
+
+
+async def test_refused_sample_aborts_those_before_it(serve: Serve) -> None:
+    engine = FakeEngine(Script(end=None))
+    engine.refusals.extend([None, OverloadedError("full", retry_after_s=2)])
+    reply = await post(serve(engine), CHAT, {**HI, "n": 3})
+    assert (reply.status, reply.headers["retry-after"]) == (429, "2")
+    assert reply.error["code"] == "queue_full"
+    assert not engine.live
+
+
+async def test_failed_sample_fails_the_request_and_aborts_the_others(serve: Serve) -> None:
+    engine = FakeEngine(Script(end=None), Script(steps=(ids("a"),), end=EngineError("lost")))
+    reply = await post(serve(engine), CHAT, {**HI, "n": 2})
+    assert (reply.status, reply.error["message"]) == (500, "lost")
+    assert len(engine.aborted) == 1
+    assert not engine.live
+
+
+async def test_abort_by_the_engine_is_an_error(serve: Serve) -> None:
+    reply = await post(serve(FakeEngine(Script(steps=(ids("a"),), end="abort"))), CHAT, HI)
+    assert (reply.status, reply.error["code"]) == (503, "unavailable")
+
+
+async def test_long_conversation_is_encoded_off_the_loop(serve: Serve) -> None:
+    engine = FakeEngine()
+    long = {"messages": [{"role": "user", "content": "x" * 30_000}]}
+    reply = await post(serve(engine), CHAT, long)
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert "30014" in reply.error["message"]
+    assert "1000" in reply.error["message"]

@@ -1,0 +1,99 @@
+"""The server's own model code, through its paged cache, against recorded outputs and the oracle."""
+
+from pathlib import Path
+from typing import get_args
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.device.evaluate import greedy, prompt_logits
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.params import Params
+from jaxserve.models.registry import load_config
+from jaxserve.models.specs import random_params
+from jaxserve.models.weights import load_params
+from tests import oracle
+from tests.checkpoints import Kind, config_json, named_tensors, write_json_files
+from tests.model.reference import (
+    ATOL,
+    CLEAR_GAP,
+    Prompt,
+    case_folders,
+    gemma3_270m_folder,
+    gemma3_270m_reference,
+    read_prompts,
+)
+
+
+def load(folder: Path) -> tuple[Params, ModelConfig]:
+    config = load_config(folder)
+    loaded = load_params(folder, config, jnp.float32, progress=lambda done, total: None)
+    return loaded.params, config
+
+
+def assert_continues(params: Params, config: ModelConfig, prompt: Prompt) -> None:
+    n = prompt.num_clear_steps
+    tokens, logits_NV = greedy(params, config, prompt.ids, n)
+    assert tokens == prompt.greedy[:n]
+    np.testing.assert_allclose(logits_NV, prompt.step_logits_NV[:n], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("folder", case_folders(), ids=lambda folder: folder.name)
+def test_recorded_outputs(folder: Path) -> None:
+    params, config = load(folder)
+    for prompt in read_prompts(folder):
+        logits_TV = prompt_logits(params, config, prompt.ids, page_size=16, chunk=32)
+        tail_TV = logits_TV[-len(prompt.logits_TV) :]
+        np.testing.assert_allclose(tail_TV, prompt.logits_TV, rtol=0, atol=ATOL)
+        assert_continues(params, config, prompt)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize(("page_size", "chunk"), [(16, 16), (32, 64)])
+def test_chunks_and_pages_do_not_change_the_logits(
+    kind: Kind, page_size: int, chunk: int, tmp_path: Path
+) -> None:
+    write_json_files(tmp_path, config_json(kind))
+    config = load_config(tmp_path)
+    params = random_params(config, jnp.float32, seed=3)
+    ids = np.random.default_rng(4).integers(0, config.vocab_size, 77).tolist()
+    expected_TV = oracle.logits(named_tensors(params, config), config, ids)
+    logits_TV = prompt_logits(params, config, ids, page_size=page_size, chunk=chunk)
+    np.testing.assert_allclose(logits_TV, expected_TV, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_cached_equals_uncached_at_every_step(kind: Kind, tmp_path: Path) -> None:
+    write_json_files(tmp_path, config_json(kind))
+    config = load_config(tmp_path)
+    params = random_params(config, jnp.float32, seed=5)
+    ids = [2, 7, 300, 41, 900]
+    tokens, logits_NV = greedy(params, config, ids, 40)
+    expected_TV = oracle.logits(named_tensors(params, config), config, ids + tokens[:-1])
+    np.testing.assert_allclose(logits_NV, expected_TV[len(ids) - 1 :], rtol=0, atol=ATOL)
+
+
+@pytest.mark.real_model
+def test_gemma3_270m_continues_as_recorded() -> None:
+    params, config = load(gemma3_270m_folder())
+    for name, prompt in gemma3_270m_reference().items():
+        if name == "_paragraph":
+            continue
+        unclear = np.flatnonzero(np.array(prompt["gaps"]) < CLEAR_GAP)
+        n = int(unclear[0]) if unclear.size else len(prompt["greedy"])
+        tokens, _ = greedy(params, config, prompt["ids"], n)
+        assert tokens == prompt["greedy"][:n]
+
+
+@pytest.mark.real_model
+def test_gemma3_270m_perplexity_of_a_paragraph() -> None:
+    params, config = load(gemma3_270m_folder())
+    paragraph = gemma3_270m_reference()["_paragraph"]
+    logits_TV = prompt_logits(params, config, paragraph["ids"], page_size=16, chunk=64)
+    logits_TV = logits_TV[:-1].astype(np.float64)
+    top_T1 = logits_TV.max(-1, keepdims=True)
+    norm_T = np.log(np.exp(logits_TV - top_T1).sum(-1)) + top_T1[:, 0]
+    chosen_T = logits_TV[np.arange(len(logits_TV)), paragraph["ids"][1:]] - norm_T
+    np.testing.assert_allclose(chosen_T, paragraph["token_logprobs"], rtol=0, atol=ATOL)
+    assert np.exp(-chosen_T.mean()) == pytest.approx(paragraph["ppl"], rel=1e-4)

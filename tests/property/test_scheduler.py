@@ -1,0 +1,112 @@
+"""The loop under random load: whatever comes, goes or runs short, each request is right."""
+
+from dataclasses import dataclass
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from jaxserve.types import RequestFinished, SamplingParams
+from tests.fakes import FAKE_BUCKETS, FAKE_VOCAB_SIZE, FakeRunner, SteppedEngine, fake_generate
+
+PAGE_SIZE = 4
+MAX_MODEL_LEN = 40
+# A tenth of the vocabulary: many requests end early, with a step too far in flight.
+STOP_IDS = frozenset(range(10))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request, the pass before which it comes in, and the one before which it is aborted."""
+
+    num_prompt: int
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    submit_step: int
+    abort_step: int | None
+
+    def prompt_ids(self, number: int) -> tuple[int, ...]:
+        return tuple((13 * number + i) % FAKE_VOCAB_SIZE for i in range(self.num_prompt))
+
+
+@st.composite
+def planned_requests(draw: st.DrawFn) -> Planned:
+    num_prompt = draw(st.integers(1, 8) | st.integers(1, MAX_MODEL_LEN - 1))
+    num_left = MAX_MODEL_LEN - num_prompt
+    submit_step = draw(st.just(0) | st.integers(0, 12))
+    return Planned(
+        num_prompt=num_prompt,
+        # Long answers to short prompts: pages run out in mid-decode.
+        max_tokens=draw(st.just(num_left) | st.integers(1, num_left)),
+        stop_token_ids=draw(st.sampled_from([frozenset[int](), frozenset[int](), STOP_IDS])),
+        submit_step=submit_step,
+        abort_step=draw(st.none() | st.none() | st.integers(submit_step, submit_step + 30)),
+    )
+
+
+def run(engine: SteppedEngine, plan: list[Planned]) -> None:
+    """Drive the plan to its end; fail where somebody starves."""
+    last_step = max(planned.abort_step or planned.submit_step for planned in plan)
+    # More than it takes to run everybody alone, one after the other, with preemptions on top.
+    max_steps = 50 + 3 * MAX_MODEL_LEN * len(plan)
+    for step in range(max_steps):
+        is_any = False
+        for number, planned in enumerate(plan):
+            if planned.submit_step == step:
+                is_any = True
+                engine.submit(
+                    str(number),
+                    planned.prompt_ids(number),
+                    planned.max_tokens,
+                    seed=number,
+                    stop_token_ids=planned.stop_token_ids,
+                )
+            if planned.abort_step == step:
+                is_any = True
+                engine.abort(str(number))
+        if is_any or not engine.core.is_idle:
+            engine.step()
+            engine.scheduler.check_integrity()
+        elif step > last_step:
+            return
+    raise AssertionError(f"requests {engine.scheduler.live_ids()} starve")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    plan=st.lists(planned_requests(), min_size=2, max_size=8),
+    num_spare_pages=st.integers(0, 4),
+    num_slots=st.integers(2, 5),
+    num_buckets=st.integers(1, 3),
+)
+def test_every_request_gets_what_it_gets_alone(
+    plan: list[Planned], num_spare_pages: int, num_slots: int, num_buckets: int
+) -> None:
+    engine = SteppedEngine(
+        FakeRunner(
+            num_pages=1 + MAX_MODEL_LEN // PAGE_SIZE + num_spare_pages,
+            page_size=PAGE_SIZE,
+            num_slots=num_slots,
+            max_model_len=MAX_MODEL_LEN,
+            extend_buckets=FAKE_BUCKETS[:num_buckets],
+        )
+    )
+    run(engine, plan)
+
+    event("preempted" if engine.runner.calls.count("open_slot") > len(plan) else "not preempted")
+    assert engine.scheduler.pool.num_used == 0
+    assert engine.runner.max_unread <= 4
+    for number, planned in enumerate(plan):
+        request_id = str(number)
+        end, token_ids = engine.end_of(request_id), engine.tokens_of(request_id)
+        assert isinstance(end, RequestFinished)
+        assert end.stats.num_output_tokens == len(token_ids)
+        sampling = SamplingParams(
+            max_tokens=planned.max_tokens, seed=number, stop_token_ids=planned.stop_token_ids
+        )
+        alone = fake_generate(planned.prompt_ids(number), sampling)
+        if end.reason == "abort":
+            assert planned.abort_step is not None
+            assert token_ids == alone[: len(token_ids)]
+        else:
+            assert token_ids == alone
+            assert end.reason == ("stop" if alone[-1] in planned.stop_token_ids else "length")

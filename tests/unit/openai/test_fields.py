@@ -1,0 +1,140 @@
+import math
+
+import pytest
+
+from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
+from jaxserve.openai.fields import (
+    Boolean,
+    Field,
+    Inert,
+    Integer,
+    ListOf,
+    Mapped,
+    Neutral,
+    Number,
+    Object,
+    OneOf,
+    OneOrMany,
+    Reader,
+    Text,
+    decode_json,
+    read_object,
+    table,
+)
+
+
+@pytest.mark.parametrize(
+    ("reader", "value", "expected"),
+    [
+        (Boolean(), True, True),
+        (Integer(-1, 5), -1, -1),
+        (Integer(-1, 5), 5, 5),
+        (Number(0, 2), 0, 0.0),
+        (Number(0, 2), 2.0, 2.0),
+        (Number(0, 1, above_minimum=True), 1e-9, 1e-9),
+        (Text(), "", ""),
+        (OneOf(("a", "b")), "b", "b"),
+        (ListOf(Boolean()), [True, False], (True, False)),
+        (OneOrMany(Text(), 2), "a", ("a",)),
+        (OneOrMany(Text(), 2), ["a", "b"], ("a", "b")),
+        (Mapped(), {"a": [1]}, {"a": [1]}),
+        (Neutral((0,)), 0.0, None),
+        (Neutral((0,)), -0.0, None),
+        (Neutral(({"type": "text"},)), {"type": "text"}, None),
+        (Inert(Text()), "x", None),
+    ],
+)
+def test_accepted(reader: Reader[object], value: object, expected: object) -> None:
+    assert reader(value, "f") == expected
+
+
+@pytest.mark.parametrize(
+    ("reader", "value", "path"),
+    [
+        (Boolean(), 1, "f"),
+        (Boolean(), "true", "f"),
+        (Integer(-1, 5), True, "f"),
+        (Integer(-1, 5), 1.0, "f"),
+        (Integer(-1, 5), "1", "f"),
+        (Integer(-1, 5), -2, "f"),
+        (Integer(-1, 5), 6, "f"),
+        (Number(0, 2), True, "f"),
+        (Number(0, 2), "1", "f"),
+        (Number(0, 2), math.nan, "f"),
+        (Number(0, 2), math.inf, "f"),
+        (Number(0, 2), -0.1, "f"),
+        (Number(0, 2), 2.1, "f"),
+        (Number(0, 1, above_minimum=True), 0, "f"),
+        (Text(), 1, "f"),
+        (Text(min_length=1), "", "f"),
+        (OneOf(("a", "b")), "c", "f"),
+        (OneOf(("a", "b")), 1, "f"),
+        (ListOf(Boolean()), {}, "f"),
+        (ListOf(Boolean()), [True, 1], "f[1]"),
+        (ListOf(Boolean(), min_items=1), [], "f"),
+        (ListOf(Boolean(), max_items=1), [True, True], "f"),
+        (OneOrMany(Text(), 1), ["a", "b"], "f"),
+        (OneOrMany(Text(), 1), 5, "f"),
+        (Mapped(), [], "f"),
+        (Neutral((0,)), False, "f"),
+        (Neutral((True,)), 1, "f"),
+        (Neutral(), 0, "f"),
+        (Inert(Text()), 5, "f"),
+        (Object(table([Field("a", Text(), "")])), {"a": 1}, "f.a"),
+        (Object(table([Field("a", Text(), "")])), {"b": 1}, "f.b"),
+        (Object(table([Field("a", Text(), "", required=True)])), {}, "f.a"),
+        (Object(table([])), [], "f"),
+    ],
+)
+def test_refused(reader: Reader[object], value: object, path: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        reader(value, "f")
+    assert caught.value.param == path
+    assert caught.value.message.startswith(path) or caught.value.code == "unknown_parameter"
+
+
+def test_neutral_refuses_as_unsupported() -> None:
+    with pytest.raises(UnsupportedFieldError):
+        Neutral((0,))(1, "f")
+
+
+def test_null_is_absent() -> None:
+    field = Field("a", Integer(0, 9), 7)
+    assert read_object({"a": None}, "", table([field]))[field] == 7
+    assert read_object({}, "", table([field]))[field] == 7
+    assert read_object({"a": 1}, "", table([field]))[field] == 1
+
+
+def test_required_field_must_not_be_null() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        read_object({"a": None}, "", table([Field("a", Text(), "", required=True)]))
+    assert (caught.value.param, caught.value.code) == ("a", "missing_required_parameter")
+
+
+def test_long_values_are_cut_in_messages() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        Integer(0, 1)("x" * 10_000, "f")
+    assert len(caught.value.message) < 120
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (rb'"a\ud800b"', "a\ufffdb"),
+        (rb'"\udc00"', "\ufffd"),
+        (rb'"\uD800\uD800\uDC00"', "\ufffd\U00010000"),
+        (rb'"\ud83d\ude00 \ud83d"', "😀 \ufffd"),
+        (rb'"\\ud800 \ud800"', "\\ud800 \ufffd"),
+        (rb'{"\ud800":1}', {"\ufffd": 1}),
+        (b'{"a":1,"a":2}', {"a": 2}),
+    ],
+)
+def test_decoding(body: bytes, value: object) -> None:
+    assert decode_json(body) == value
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"\xef\xbb\xbf{}", b"NaN", b"1e999", rb'["\ud800",]'])
+def test_undecodable(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="line 1, column") as caught:
+        decode_json(body)
+    assert caught.value.code == "invalid_json"

@@ -1,0 +1,52 @@
+import json
+
+import pytest
+
+from jaxserve.errors import ContextLengthError
+from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer, Usage, error_body
+
+
+def answer(kind: type[ChatAnswer] | type[CompletionAnswer], *, token_ids: bool = False) -> Answer:
+    return kind(id='x"y', created=1, model="m", prompts=[(2, 3)], n=2, return_token_ids=token_ids)
+
+
+@pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
+def test_text_chunk_is_the_object_it_stands_for(
+    kind: type[ChatAnswer] | type[CompletionAnswer],
+) -> None:
+    text = 'a"\\\n\u2028é🙂'
+    frame = answer(kind, token_ids=True).text_chunk(1, text, (5, 6))
+    chunk = json.loads(frame.removeprefix(b"data: ").removesuffix(b"\n\n"))
+    body = {"delta": {"content": text}} if kind is ChatAnswer else {"text": text}
+    assert chunk == {
+        "object": kind.chunk_object,
+        "id": 'x"y',
+        "created": 1,
+        "model": "m",
+        "choices": [
+            {"index": 1, **body, "logprobs": None, "finish_reason": None, "token_ids": [5, 6]}
+        ],
+    }
+
+
+def test_no_chunk_where_there_is_nothing_to_carry() -> None:
+    assert answer(ChatAnswer).text_chunk(0, "", (5,)) == b""
+    assert answer(ChatAnswer, token_ids=True).text_chunk(0, "", ()) == b""
+    assert answer(ChatAnswer, token_ids=True).text_chunk(0, "", (5,)) != b""
+
+
+def test_usage() -> None:
+    usage = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=2).to_wire()
+    assert usage["total_tokens"] == 12
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_error_body() -> None:
+    assert json.loads(error_body(ContextLengthError("too long", param="messages"))) == {
+        "error": {
+            "message": "too long",
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "context_length_exceeded",
+        }
+    }
