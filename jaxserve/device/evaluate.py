@@ -44,7 +44,7 @@ def _run_block(
     )
     stream, cache = run_writing_layers(params, config, ids_T, cache, rows, chunk_pages=chunk_pages)
     x_TD = run_reading_layers(params, config, stream, cache, rows, chunk_pages=chunk_pages)
-    return cache, logits(params, config, x_TD)
+    return cache, logits(params, config, x_TD).T
 
 
 class _Sequence:

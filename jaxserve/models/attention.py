@@ -2,7 +2,8 @@
 
 A row is a run of T consecutive positions of one sequence (T = 1 in decode) with that sequence's
 page table. R rows, T queries a row, H query heads, K kv heads, G = H/K, Q = T·G, E head dim,
-X = K·E, P pages, Z page size, M entries of a page table, C pages read at a time, S = C·Z.
+X = K·E, P pages, Z page size, M entries of a page table, C pages read at a time, S = C·Z. Products
+run over B = R·K, rows and kv heads as one leading axis: XLA's CPU backend copies otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ SCRATCH_PAGE = 0
 """Where padding writes its keys and values; no sequence owns it."""
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
-"""One under way: maximum [R, K, Q], sum of weights [R, K, Q], weighted values [R, K, Q, E]."""
+"""One under way: maximum [B, Q], sum of weights [B, Q], weighted values [B, Q, E]."""
 
 
 @jax.tree_util.register_dataclass
@@ -90,63 +91,63 @@ def attend(
     chunk_pages = min(chunk_pages, most_pages)
 
     q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
-    q_RKQE = q_RKTGE.reshape(num_rows, num_kv_heads, block * group, head_dim)
+    q_BQE = q_RKTGE.reshape(num_rows * num_kv_heads, block * group, head_dim)
     position_RQ = jnp.repeat(rows.positions_RT, group, axis=1)
 
-    def add_chunk(chunk: jax.Array | int, softmax: Softmax | None) -> Softmax:
+    def add_chunk(chunk: jax.Array | int, softmax: Softmax) -> Softmax:
         index_RC = first_R[:, None] + chunk * chunk_pages + jnp.arange(chunk_pages)
-        k_RSKE, v_RSKE = (
-            _read(k_PZX, rows, index_RC, head_dim),
-            _read(v_PZX, rows, index_RC, head_dim),
-        )
+        k_BSE = _read(k_PZX, rows, index_RC, head_dim)
+        v_BSE = _read(v_PZX, rows, index_RC, head_dim)
         key_RS = (index_RC[:, :, None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
         distance_RQS = position_RQ[:, :, None] - key_RS[:, None, :]
         visible_RQS = distance_RQS >= 0
         if window is not None:
             visible_RQS &= distance_RQS < window
-        return _accumulate(q_RKQE, k_RSKE, v_RSKE, visible_RQS, softmax)
+        visible_BQS = jnp.repeat(visible_RQS, num_kv_heads, axis=0)
+        return _accumulate(q_BQE, k_BSE, v_BSE, visible_BQS, softmax)
 
-    softmax = add_chunk(0, None)
-    if chunk_pages < most_pages:
+    shape = q_BQE.shape[:2]
+    softmax = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_BQE.shape))
+    if chunk_pages == most_pages:
+        softmax = add_chunk(0, softmax)
+    else:
         num_chunks = (jnp.max(end_R - first_R) + chunk_pages - 1) // chunk_pages
-        softmax = lax.fori_loop(1, num_chunks, add_chunk, softmax)
-    _, sum_RKQ, out_RKQE = softmax
-    out_RKTGE = (out_RKQE / sum_RKQ[..., None]).reshape(q_RKTGE.shape)
+        softmax = lax.fori_loop(0, num_chunks, add_chunk, softmax)
+    _, sum_BQ, out_BQE = softmax
+    out_RKTGE = (out_BQE / sum_BQ[..., None]).reshape(q_RKTGE.shape)
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
 
 
 def _read(pages_PZX: jax.Array, rows: PagedRows, index_RC: jax.Array, head_dim: int) -> jax.Array:
-    """Gather pages by table entry as [R, S, K, E]; entries past the table repeat its last."""
+    """Gather pages by table entry as [B, S, E]; entries past the table repeat its last."""
     page_RC = jnp.take_along_axis(rows.table_RM, index_RC, axis=1, mode="clip")
-    pages_RCZX = from_stored(pages_PZX.at[page_RC].get(mode="promise_in_bounds"))
-    return pages_RCZX.reshape(page_RC.shape[0], -1, pages_PZX.shape[2] // head_dim, head_dim)
+    values_RCZX = from_stored(pages_PZX.at[page_RC].get(mode="promise_in_bounds"))
+    num_rows, num_kv_heads = page_RC.shape[0], pages_PZX.shape[2] // head_dim
+    values_RSKE = values_RCZX.reshape(num_rows, -1, num_kv_heads, head_dim)
+    return values_RSKE.swapaxes(1, 2).reshape(num_rows * num_kv_heads, -1, head_dim)
 
 
 def _accumulate(
-    q_RKQE: jax.Array,
-    k_RSKE: jax.Array,
-    v_RSKE: jax.Array,
-    visible_RQS: jax.Array,
-    softmax: Softmax | None,
+    q_BQE: jax.Array,
+    k_BSE: jax.Array,
+    v_BSE: jax.Array,
+    visible_BQS: jax.Array,
+    softmax: Softmax,
 ) -> Softmax:
-    """Add a chunk of keys and values to a softmax under way, or begin one."""
-    dtype = k_RSKE.dtype
-    s_RKQS = jnp.einsum(
-        "RKQE,RSKE->RKQS", q_RKQE.astype(dtype), k_RSKE, preferred_element_type=jnp.float32
+    """Add a chunk of keys and values to a softmax under way."""
+    old_max_BQ, sum_BQ, out_BQE = softmax
+    dtype = k_BSE.dtype
+    s_BQS = jnp.einsum(
+        "BQE,BSE->BQS", q_BQE.astype(dtype), k_BSE, preferred_element_type=jnp.float32
     )
-    s_RKQS = jnp.where(visible_RQS[:, None], s_RKQS, MASKED)
-    max_RKQ = s_RKQS.max(axis=-1)
-    if softmax is not None:
-        max_RKQ = jnp.maximum(softmax[0], max_RKQ)
-    p_RKQS = jnp.exp(s_RKQS - max_RKQ[..., None])
-    sum_RKQ = p_RKQS.sum(axis=-1)
-    out_RKQE = jnp.einsum(
-        "RKQS,RSKE->RKQE", p_RKQS.astype(dtype), v_RSKE, preferred_element_type=jnp.float32
+    s_BQS = jnp.where(visible_BQS, s_BQS, MASKED)
+    max_BQ = jnp.maximum(old_max_BQ, s_BQS.max(axis=-1))
+    p_BQS = jnp.exp(s_BQS - max_BQ[..., None])
+    new_BQE = jnp.einsum(
+        "BQS,BSE->BQE", p_BQS.astype(dtype), v_BSE, preferred_element_type=jnp.float32
     )
-    if softmax is not None:
-        # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk
-        # that it does see shrinks them by exp(MASKED - maximum) = 0.
-        shrink_RKQ = jnp.exp(softmax[0] - max_RKQ)
-        sum_RKQ += softmax[1] * shrink_RKQ
-        out_RKQE += softmax[2] * shrink_RKQ[..., None]
-    return max_RKQ, sum_RKQ, out_RKQE
+    # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk that
+    # it does see shrinks them by exp(MASKED - maximum) = 0.
+    shrink_BQ = jnp.exp(old_max_BQ - max_BQ)
+    sum_BQ = sum_BQ * shrink_BQ + p_BQS.sum(axis=-1)
+    return max_BQ, sum_BQ, out_BQE * shrink_BQ[..., None] + new_BQE

@@ -19,18 +19,31 @@ XLA's CPU backend has slow forms for fewer, and rounds them differently.
 LEFT_WEIGHT_MAX_ROWS = 64
 """Up to so many rows the weight is the left operand, the form that streams it fastest on a CPU."""
 
+_CONTRACT_LAST = (((1,), (1,)), ((), ()))
+
 
 def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
     """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how many rows there are."""
-    num_rows = x_NI.shape[0]
-    padding = -num_rows % ROW_MULTIPLE
-    x_NI = jnp.pad(x_NI.astype(w_OI.dtype), ((0, padding), (0, 0)))
-    contract_last = (((1,), (1,)), ((), ()))
     if x_NI.shape[0] <= LEFT_WEIGHT_MAX_ROWS:
-        y_ON = lax.dot_general(w_OI, x_NI, contract_last, preferred_element_type=jnp.float32)
-        return y_ON.T[:num_rows]
-    y_NO = lax.dot_general(x_NI, w_OI, contract_last, preferred_element_type=jnp.float32)
+        return linear_transposed(w_OI, x_NI).T
+    x_NI, num_rows = _pad_rows(x_NI), x_NI.shape[0]
+    y_NO = lax.dot_general(
+        x_NI.astype(w_OI.dtype), w_OI, _CONTRACT_LAST, preferred_element_type=jnp.float32
+    )
     return y_NO[:num_rows]
+
+
+def linear_transposed(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
+    """Return W·xᵀ as float32 [O, N], for few rows."""
+    x_NI, num_rows = _pad_rows(x_NI), x_NI.shape[0]
+    y_ON = lax.dot_general(
+        w_OI, x_NI.astype(w_OI.dtype), _CONTRACT_LAST, preferred_element_type=jnp.float32
+    )
+    return y_ON[:, :num_rows]
+
+
+def _pad_rows(x_NI: jax.Array) -> jax.Array:
+    return jnp.pad(x_NI, ((0, -x_NI.shape[0] % ROW_MULTIPLE), (0, 0)))
 
 
 def rms(x32: jax.Array, eps: float) -> jax.Array:

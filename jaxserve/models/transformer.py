@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jaxserve.models.attention import PagedRows, attend, write_pages
 from jaxserve.models.config import LayerConfig, ModelConfig
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import apply_rope, gelu, linear, norm, rms, rope_tables
+from jaxserve.models.layers import (
+    apply_rope,
+    gelu,
+    linear,
+    linear_transposed,
+    norm,
+    rms,
+    rope_tables,
+)
 from jaxserve.models.params import LayerParams, Params
 
 
@@ -206,9 +214,10 @@ def run_reading_layers(
 
 
 def logits(params: Params, config: ModelConfig, x_ND: jax.Array) -> jax.Array:
-    """Return float32 logits [N, V] of a stream that has passed all layers."""
+    """Return float32 logits [V, N] of a stream that has passed all layers."""
     with jax.named_scope("head"):
-        z_NV = linear(params.embed_VD, norm(x_ND, params.final_norm_D, config.norm_eps))
+        x_ND = norm(x_ND, params.final_norm_D, config.norm_eps)
+        z_VN = linear_transposed(params.embed_VD, x_ND)
         if config.logit_softcap is not None:
-            z_NV = config.logit_softcap * jnp.tanh(z_NV / config.logit_softcap)
-        return z_NV
+            z_VN = config.logit_softcap * jnp.tanh(z_VN / config.logit_softcap)
+        return z_VN
