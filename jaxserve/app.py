@@ -55,10 +55,9 @@ def serve(config: ServeConfig, cache_dir: Path) -> int:
     """Serve until told to stop; returns the exit code.
 
     Raises:
-        ConfigError: a setting is wrong, or what it asks for does not fit.
+        ConfigError: what a setting asks for cannot be had.
         ModelLoadError: the checkpoint cannot be served.
     """
-    config.check()
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with _listen(config.host, config.port) as listener:
         server = _Server(config, cache_dir)
@@ -145,8 +144,10 @@ class _Server:
 
     def _on_signal(self) -> None:
         if self._client.status.phase == "draining":
-            logger.warning("a second signal: shutting down at once")
-            self._http.force_exit = self._http.should_exit = True
+            logger.warning("a second signal: ending what runs")
+            self._aborting = self._loop.create_task(self._client.drain(0.0))
+            # Not after the drain: a device that hangs never ends it.
+            self._http.should_exit = True
             return
         logger.info("draining: running requests get %.0f s", self._config.drain_s)
         self._draining = self._loop.create_task(self._drain())

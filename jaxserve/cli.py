@@ -41,6 +41,7 @@ def cache_dir() -> Path:
 
 
 def _serve(config: ServeConfig) -> int:
+    config.check()
     logs.configure(config.log_level)
     # Imported late: `fetch`, `--help` and wrong flags need no jax.
     from jaxserve.app import serve

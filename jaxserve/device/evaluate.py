@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from jaxserve.models.attention import PagedRows
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import KVCache, make_cache
+from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
 from jaxserve.models.params import Params
 from jaxserve.models.transformer import logits, run_reading_layers, run_writing_layers
 
@@ -56,7 +56,8 @@ class _Sequence:
         pages = 8  # doubled until it fits: few shapes, few compilations
         while pages * page_size < num_tokens:
             pages *= 2
-        dtype = "bfloat16" if params.embed_VD.dtype == jnp.bfloat16 else "float32"
+        is_accelerator = jax.default_backend() != "cpu"
+        dtype = stored_dtype(str(params.embed_VD.dtype), is_accelerator=is_accelerator)
         self._params, self._config = params, config
         self._cache = make_cache(config, num_pages=pages + 1, page_size=page_size, dtype=dtype)
         self._chunk_pages = max(CHUNK_TOKENS // page_size, 1)

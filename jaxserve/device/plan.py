@@ -23,7 +23,8 @@ class DevicePlan:
     """Static sizes of the runner and its programs.
 
     Attributes:
-        dtype: of matrices and their operands, "bfloat16" or "float32"; the cache's too.
+        dtype: of matrices and their operands, "bfloat16" or "float32"; the cached values' too.
+        is_accelerator: whether the device is anything but a CPU.
         num_pages: the scratch page 0 included.
         num_slots: most rows of a decode.
         row_buckets: rows that decode is compiled for, ascending; the last is num_slots.
@@ -33,6 +34,7 @@ class DevicePlan:
     """
 
     dtype: str
+    is_accelerator: bool
     page_size: int
     num_pages: int
     num_slots: int
@@ -62,6 +64,7 @@ def make_plan(
     powers = [2**i for i in range(max_batch.bit_length()) if 2**i < max_batch]
     return DevicePlan(
         dtype=dtype,
+        is_accelerator=is_accelerator,
         page_size=PAGE_SIZE,
         num_pages=num_pages,
         num_slots=max_batch,

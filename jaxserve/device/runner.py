@@ -19,7 +19,7 @@ from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
 from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state
 from jaxserve.errors import InvariantError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import KVCache, make_cache
+from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
 from jaxserve.models.params import Params
 from jaxserve.types import SamplingParams
 
@@ -91,7 +91,8 @@ def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> Ex
 
 
 def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
-    return make_cache(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=plan.dtype)
+    dtype = stored_dtype(plan.dtype, is_accelerator=plan.is_accelerator)
+    return make_cache(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=dtype)
 
 
 class ModelRunner:

@@ -91,22 +91,28 @@ def _groups(x_BV: jax.Array, size: int, fill: float) -> jax.Array:
 def _pick(weight_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     """Invert the cumulative weights at uniform·total, in two stages; never a token of weight 0."""
     weight_BGJ = _groups(weight_BV, DRAW_GROUP, 0.0)
-    cumulative_BG = jnp.cumsum(weight_BGJ.sum(axis=-1), axis=-1)
+    mass_BG = weight_BGJ.sum(axis=-1)
+    cumulative_BG = jnp.cumsum(mass_BG, axis=-1)
     target_B = uniform_B * cumulative_BG[:, -1]
-    group_B = _first_above(cumulative_BG, target_B)
+    group_B = _first_above(mass_BG, cumulative_BG, target_B)
     before_B = jnp.where(
         group_B > 0, jnp.take_along_axis(cumulative_BG, group_B[:, None] - 1, axis=1)[:, 0], 0.0
     )
     weight_BJ = jnp.take_along_axis(weight_BGJ, group_B[:, None, None], axis=1)[:, 0]
-    member_B = _first_above(jnp.cumsum(weight_BJ, axis=-1), target_B - before_B)
+    cumulative_BJ = jnp.cumsum(weight_BJ, axis=-1)
+    member_B = _first_above(weight_BJ, cumulative_BJ, target_B - before_B)
     return (group_B * DRAW_GROUP + member_B).astype(jnp.int32)
 
 
-def _first_above(cumulative_BN: jax.Array, target_B: jax.Array) -> jax.Array:
-    """Return the first index whose sum exceeds the target, or the last that adds to it."""
-    index_B = (cumulative_BN <= target_B[:, None]).sum(axis=-1)
-    last_B = (cumulative_BN < cumulative_BN[:, -1:]).sum(axis=-1)
-    return jnp.minimum(index_B, last_B)
+def _first_above(weight_BN: jax.Array, cumulative_BN: jax.Array, target_B: jax.Array) -> jax.Array:
+    """Return the first index of a positive weight whose sum exceeds the target, else the last one.
+
+    Weights must be asked: sums are formed in trees, so one may grow by rounding at a weight of 0.
+    """
+    is_positive_BN = weight_BN > 0
+    is_above_BN = is_positive_BN & (cumulative_BN > target_B[:, None])
+    last_B = weight_BN.shape[1] - 1 - jnp.argmax(is_positive_BN[:, ::-1], axis=-1)
+    return jnp.where(is_above_BN.any(axis=-1), jnp.argmax(is_above_BN, axis=-1), last_B)
 
 
 def _filter(weight_BV: jax.Array, rows: SamplingRows) -> jax.Array:

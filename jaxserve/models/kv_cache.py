@@ -1,8 +1,7 @@
 """The device's stored keys and values: one K and one V array for each layer that owns a cache.
 
 Never stacked over layers and never interleaved, so that a donated step updates each in place
-(docs/decisions/0007). Two-byte floats are stored as their bits, uint16: XLA's CPU backend widens a
-whole bfloat16 pool to float32 before it reads or writes a page of it, integers it leaves alone.
+(docs/decisions/0007).
 """
 
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.models.config import ModelConfig
 
@@ -26,14 +26,22 @@ class KVCache:
     v: tuple[jax.Array, ...]
 
 
-def make_cache(config: ModelConfig, *, num_pages: int, page_size: int, dtype: str) -> KVCache:
-    """Return an empty cache for values of `dtype`, "bfloat16" or "float32"."""
-    stored = jnp.uint16 if dtype == "bfloat16" else jnp.float32
+def stored_dtype(dtype: str, *, is_accelerator: bool) -> DTypeLike:
+    """Return what holds values of `dtype`: on a CPU, bfloat16 is kept as its bits, uint16.
+
+    XLA's CPU backend widens a whole bfloat16 pool to float32 to read or write one page; integers it
+    leaves alone. The TPU's compiler would convert the bits of what is read in a pass of its own.
+    """
+    return jnp.uint16 if dtype == "bfloat16" and not is_accelerator else dtype
+
+
+def make_cache(config: ModelConfig, *, num_pages: int, page_size: int, dtype: DTypeLike) -> KVCache:
+    """Return an empty cache; `dtype` is the stored one."""
 
     def pages() -> tuple[jax.Array, ...]:
         owners = (config.layers[i] for i in config.kv_owners)
         return tuple(
-            jnp.zeros((num_pages, page_size, layer.num_kv_heads * layer.head_dim), stored)
+            jnp.zeros((num_pages, page_size, layer.num_kv_heads * layer.head_dim), dtype)
             for layer in owners
         )
 

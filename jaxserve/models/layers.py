@@ -16,7 +16,7 @@ ROW_MULTIPLE = 8
 XLA's CPU backend has slow forms for fewer, and rounds them differently.
 """
 
-LEFT_WEIGHT_MAX_ROWS = 64
+LEFT_WEIGHT_MAX_ROWS = 32
 """Up to so many rows the weight is the left operand, the form that streams it fastest on a CPU."""
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
@@ -25,7 +25,12 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
     """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how many rows there are."""
     if x_NI.shape[0] <= LEFT_WEIGHT_MAX_ROWS:
-        return linear_transposed(w_OI, x_NI).T
+        y_ON = linear_transposed(w_OI, x_NI)
+        # XLA would turn a transposed product into one with the weight on the right.
+        left_ON: jax.Array = lax.platform_dependent(
+            y_ON, cpu=lax.optimization_barrier, default=lambda y_ON: y_ON
+        )
+        return left_ON.T
     x_NI, num_rows = _pad_rows(x_NI), x_NI.shape[0]
     y_NO = lax.dot_general(
         x_NI.astype(w_OI.dtype), w_OI, _CONTRACT_LAST, preferred_element_type=jnp.float32

@@ -11,9 +11,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxserve.models.attention import PagedRows, attend, write_pages
-from jaxserve.models.config import LayerConfig, ModelConfig
+from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import (
     apply_rope,
@@ -25,6 +26,8 @@ from jaxserve.models.layers import (
     rope_tables,
 )
 from jaxserve.models.params import LayerParams, Params
+
+RopeTables = dict[AttentionKind, tuple[jax.Array, jax.Array]]
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +143,29 @@ def decoder_layer(
     return x_ND, k_PZX, v_PZX
 
 
+def _rope_tables(config: ModelConfig, positions_N: jax.Array) -> RopeTables:
+    """Return each kind's cosines and sines, computed once for all layers and heads."""
+
+    def compute(positions_N: jax.Array) -> RopeTables:
+        return {
+            kind: rope_tables(layer.rope, layer.head_dim, positions_N)
+            for kind, layer in {layer.kind: layer for layer in config.layers}.items()
+        }
+
+    def compute_apart(positions_N: jax.Array) -> RopeTables:
+        # XLA's CPU backend would compute them anew in each layer's fusions, for every head; what a
+        # conditional yields it cannot fuse.
+        def never(positions_N: jax.Array) -> RopeTables:
+            zeros: RopeTables = jax.tree.map(jnp.zeros_like, compute(positions_N))
+            return zeros
+
+        apart: RopeTables = lax.cond(positions_N[0] >= 0, compute, never, positions_N)
+        return apart
+
+    tables: RopeTables = lax.platform_dependent(positions_N, cpu=compute_apart, default=compute)
+    return tables
+
+
 def run_layers(
     params: Params,
     config: ModelConfig,
@@ -151,11 +177,7 @@ def run_layers(
     chunk_pages: int,
 ) -> tuple[Stream, KVCache]:
     """Run the given layers, in order, over the rows' tokens."""
-    positions_N = rows.positions_RT.reshape(-1)
-    rope = {
-        kind: rope_tables(layer.rope, layer.head_dim, positions_N)
-        for kind, layer in {layer.kind: layer for layer in config.layers}.items()
-    }
+    rope = _rope_tables(config, rows.positions_RT.reshape(-1))
     x_ND, ple_NLW = stream.x_ND, stream.ple_NLW
     k, v = list(cache.k), list(cache.v)
     for i in layers:
