@@ -1,0 +1,81 @@
+"""What a step writes: each row's own position in the pages of the owning layers, nothing else."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.device.buckets import DecodeBucket
+from jaxserve.device.state import Column, HostRows, make_state
+from jaxserve.models.attention import SCRATCH_PAGE
+from jaxserve.models.kv_cache import KVCache
+from jaxserve.models.params import Params
+from jaxserve.models.specs import random_params
+from tests.checkpoints import Array
+from tests.engine.tiny import TinyModel
+
+pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
+
+POSITIONS = (5, 16, 31, 40)
+
+
+def pages_of(slot: int) -> list[int]:
+    return list(range(1 + slot, 1 + slot + 4 * 6, 4))
+
+
+def noise(model: TinyModel) -> list[Array]:
+    """Keys, then values, of every layer that owns a cache."""
+    rng, plan, config = np.random.default_rng(4), model.plan, model.config
+    widths = [config.layers[i].num_kv_heads * config.layers[i].head_dim for i in config.kv_owners]
+    shapes = [(plan.num_pages, plan.page_size, width) for width in widths]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in 2 * shapes]
+
+
+def decode(model: TinyModel, params: Params) -> list[Array]:
+    """Run four rows over a cache of noise; return the cache then, and last the sampled ids."""
+    plan, arrays = model.plan, [jnp.array(array) for array in noise(model)]
+    half = len(arrays) // 2
+    host = HostRows(plan.num_slots, plan.table_sizes[0])
+    for slot in range(4):
+        host.set_pages(slot, 0, pages_of(slot))
+    staged = host.stage(range(4), 4, plan.table_sizes[0])
+    staged[:, Column.POSITION] = POSITIONS
+    program = model.compiled[DecodeBucket(rows=4, table_size=plan.table_sizes[0])]
+    cache = KVCache(k=tuple(arrays[:half]), v=tuple(arrays[half:]))
+    cache, _, ids = program(params, cache, make_state(plan.num_slots), staged)
+    return [np.asarray(array) for array in (*cache.k, *cache.v, ids)]
+
+
+def test_a_step_writes_each_rows_own_position_and_no_other(e2b: TinyModel) -> None:
+    *after, _ = decode(e2b, e2b.params)
+
+    assert len(after) == 2 * len(e2b.config.kv_owners) == 6
+    expected = np.zeros((e2b.plan.num_pages, e2b.plan.page_size), bool)
+    for slot, position in enumerate(POSITIONS):
+        page, offset = divmod(position, e2b.plan.page_size)
+        expected[pages_of(slot)[page], offset] = True
+    for before_PZX, after_PZX in zip(noise(e2b), after, strict=True):
+        changed_PZ = (before_PZX != after_PZX).any(-1)
+        changed_PZ[SCRATCH_PAGE] = False  # where padding writes
+        np.testing.assert_array_equal(changed_PZ, expected)
+
+
+def test_what_is_written_does_not_depend_on_the_layers_that_share_it(e2b: TinyModel) -> None:
+    params, num_writing = e2b.params, e2b.config.num_writing_layers
+    others = random_params(e2b.config, np.float32, seed=8)
+    norms_LND = np.array(params.norms_LND)
+    norms_LND[num_writing:] = others.norms_LND[num_writing:]
+    other_tail = replace(
+        params,
+        layers=(*params.layers[:num_writing], *others.layers[num_writing:]),
+        norms_LND=jnp.array(norms_LND),
+    )
+
+    *after, ids = decode(e2b, params)
+    *other_after, other_ids = decode(e2b, other_tail)
+
+    assert num_writing < e2b.config.num_layers
+    assert ids.tolist() != other_ids.tolist()
+    for array, other in zip(after, other_after, strict=True):
+        np.testing.assert_array_equal(array, other)

@@ -1,0 +1,250 @@
+"""Tiny random models on real runners, for tests of what only the device's side can get wrong."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax.stages import Compiled
+
+from jaxserve.device.buckets import ExtendBucket, ExtendChunk
+from jaxserve.device.compiler import compile_all
+from jaxserve.device.plan import DevicePlan
+from jaxserve.device.runner import ModelRunner, Program, lowerings
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.inbox import Abort, Inbox, Submit
+from jaxserve.engine.runner import Runner
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.metrics import Metrics
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.params import Params
+from jaxserve.models.registry import load_config
+from jaxserve.models.specs import random_params
+from jaxserve.types import (
+    GenerationRequest,
+    OutputEvent,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    TokenOutput,
+)
+from tests import oracle
+from tests.checkpoints import Kind, Tensors, config_json, named_tensors, write_json_files
+
+# Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
+PLAN = DevicePlan(
+    dtype="float32",
+    is_accelerator=False,
+    page_size=8,
+    num_pages=129,
+    num_slots=8,
+    max_model_len=128,
+    row_buckets=(1, 2, 4, 8),
+    table_sizes=(16,),
+    extend_buckets=(ExtendBucket(tokens=16, block=8), ExtendBucket(tokens=64, block=16)),
+    chunk_pages=4,
+)
+
+# Two logits this close may swap where float32 sums run in another order.
+CLOSE = 4e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModel:
+    """A model with the programs of one plan."""
+
+    config: ModelConfig
+    params: Params
+    tensors: Tensors
+    plan: DevicePlan
+    compiled: dict[Program, Compiled]
+    runner: ModelRunner
+
+    def assert_greedy(self, prompt: Sequence[int], ids: Sequence[int]) -> None:
+        """Check that each id is the likeliest by the oracle, after those before it."""
+        assert len(ids) > 0
+        logits_TV = oracle.logits(self.tensors, self.config, [*prompt, *ids[:-1]])
+        steps_NV = logits_TV[len(prompt) - 1 :]
+        chosen_N = steps_NV[np.arange(len(ids)), list(ids)]
+        assert (steps_NV.max(-1) - chosen_N).max() < CLOSE
+
+
+def make_tiny_model(
+    folder: Path, kind: Kind, *, plan: DevicePlan = PLAN, optimize: bool = True
+) -> TinyModel:
+    """Compile all programs of a plan for random float32 weights; twice as fast unoptimized."""
+    write_json_files(folder, config_json(kind))
+    config = load_config(folder)
+    params = random_params(config, jnp.float32, seed=3)
+    lower = lowerings(plan, config, params)
+    if optimize:
+        compiled = compile_all(lower, lambda done, total: None)
+    else:
+        options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+        compiled = {program: make().compile(options) for program, make in lower.items()}
+    return TinyModel(
+        config=config,
+        params=params,
+        tensors=named_tensors(params, config),
+        plan=plan,
+        compiled=compiled,
+        runner=ModelRunner(params, config, plan, compiled),
+    )
+
+
+def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Return random ids below the media placeholders."""
+    return tuple(np.random.default_rng([length, seed]).integers(2, 1000, length).tolist())
+
+
+class HandDriven:
+    """Sequences on a runner without an engine, each with a slot and scattered pages of its own."""
+
+    def __init__(self, model: TinyModel, seed: int = 0) -> None:
+        self._runner, plan = model.runner, model.plan
+        rng = np.random.default_rng(seed)
+        self._slots: list[int] = rng.permutation(plan.num_slots).tolist()
+        pages = rng.permutation(np.arange(1, plan.num_pages))
+        per_slot = plan.max_model_len // plan.page_size
+        self._pages = pages[: plan.num_slots * per_slot].reshape(plan.num_slots, -1).tolist()
+        self._prompts: dict[int, tuple[int, ...]] = {}
+        self._num_written: dict[int, int] = {}
+        self.outputs: dict[int, list[int]] = {}
+
+    def add(self, prompt: tuple[int, ...], sampling: SamplingParams | None = None) -> int:
+        """Open a slot for a sequence, greedy if not told otherwise, and return its slot."""
+        slot = self._slots.pop()
+        self._runner.open_slot(
+            slot, sampling or SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+        )
+        self._runner.set_pages(slot, 0, self._pages[slot])
+        self._prompts[slot], self._num_written[slot], self.outputs[slot] = prompt, 0, []
+        return slot
+
+    def extend(self, *parts: tuple[int, int]) -> None:
+        """Take in the next so many prompt ids of these slots, in one call."""
+        chunks = []
+        for slot, length in parts:
+            start, prompt = self._num_written[slot], self._prompts[slot]
+            end = start + length
+            chunks.append(
+                ExtendChunk(
+                    slot=slot,
+                    token_ids=prompt[start:end],
+                    start=start,
+                    sample=end == len(prompt),
+                )
+            )
+            self._num_written[slot] = end
+        sampled = [chunk.slot for chunk in chunks if chunk.sample]
+        self._keep(sampled, self._runner.extend(chunks).token_ids())
+
+    def prefill(self, slot: int, chunk: int) -> None:
+        """Take in all of a prompt, by chunks."""
+        while left := len(self._prompts[slot]) - self._num_written[slot]:
+            self.extend((slot, min(chunk, left)))
+
+    def decode(self, slots: Sequence[int], steps: int = 1) -> None:
+        for _ in range(steps):
+            positions = [self._num_written[slot] for slot in slots]
+            pending = self._runner.decode(slots, positions)
+            for slot in slots:
+                self._num_written[slot] += 1
+            self._keep(slots, pending.token_ids())
+
+    def _keep(self, slots: Sequence[int], ids: Iterable[int]) -> None:
+        for slot, token_id in zip(slots, ids, strict=True):
+            self.outputs[slot].append(token_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a scheduler is told of a runner; it may be told of fewer pages and slots than exist."""
+
+    num_pages: int = PLAN.num_pages
+    page_size: int = PLAN.page_size
+    num_slots: int = PLAN.num_slots
+    max_model_len: int = PLAN.max_model_len
+    extend_buckets: tuple[ExtendBucket, ...] = PLAN.extend_buckets
+
+
+class TinyEngine:
+    """The real loop, scheduler and runner, driven pass by pass in the test's own thread."""
+
+    def __init__(self, runner: Runner, sizes: Sizes | None = None) -> None:
+        self.scheduler = Scheduler(sizes or Sizes())
+        self.inbox = Inbox()
+        self.metrics = Metrics()
+        self.events: list[OutputEvent] = []
+        self.faults: list[Exception] = []
+        self.core = EngineCore(
+            runner,
+            self.scheduler,
+            self.inbox,
+            publish=self.events.extend,
+            on_death=self.faults.append,
+            metrics=self.metrics,
+        )
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.inbox.put(Submit(request=request, arrival_s=0.0))
+
+    def abort(self, request_id: str) -> None:
+        self.inbox.put(Abort(request_id=request_id))
+
+    def step(self) -> None:
+        self.core.step()
+
+    def run_until_idle(self, max_steps: int = 2_000) -> None:
+        """Make passes until nothing is live; every page must be free then."""
+        for _ in range(max_steps):
+            if self.core.is_idle:
+                break
+            self.core.step()
+        assert self.core.is_idle
+        self.scheduler.check_integrity()
+        assert self.scheduler.pool.num_used == 0
+
+    def tokens_of(self, request_id: str) -> tuple[int, ...]:
+        outputs = (event for event in self.events if isinstance(event, TokenOutput))
+        return tuple(
+            token_id
+            for output in outputs
+            if output.request_id == request_id
+            for token_id in output.token_ids
+        )
+
+    def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
+        """Return a sequence's terminal event, which must be its last and only one."""
+        *outputs, end = [event for event in self.events if event.request_id == request_id]
+        assert all(isinstance(output, TokenOutput) for output in outputs)
+        assert not isinstance(end, TokenOutput)
+        return end
+
+    @property
+    def num_preemptions(self) -> int:
+        lines = self.metrics.render().decode().splitlines()
+        value = next(line for line in lines if line.startswith("jaxserve_num_preemptions_total"))
+        return int(float(value.split()[-1]))
+
+
+def run_alone(runner: Runner, request: GenerationRequest) -> tuple[int, ...]:
+    """Return what a request gets that has the engine to itself."""
+    engine = TinyEngine(runner)
+    engine.submit(request)
+    engine.step()
+    engine.run_until_idle()
+    return engine.tokens_of(request.request_id)
+
+
+def request_of(
+    name: str, prompt: Sequence[int], max_tokens: int, sampling: SamplingParams | None = None
+) -> GenerationRequest:
+    """Make a request, greedy if not told otherwise."""
+    sampling = sampling or SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0)
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        sampling=replace(sampling, max_tokens=max_tokens),
+    )

@@ -1,0 +1,203 @@
+"""What the runner hands to its programs: staged data, told apart by a program that keeps it."""
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from jaxserve.device.buckets import DecodeBucket, ExtendBucket, ExtendChunk
+from jaxserve.device.plan import DevicePlan
+from jaxserve.device.programs import ExtendShape, unpack_extend
+from jaxserve.device.runner import ModelRunner, Program, program_shapes
+from jaxserve.device.state import Column
+from jaxserve.errors import InvariantError
+from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
+from jaxserve.models.params import Params
+from jaxserve.types import SamplingParams
+
+PLAN = DevicePlan(
+    dtype="float32",
+    is_accelerator=False,
+    page_size=4,
+    num_pages=9,
+    num_slots=4,
+    max_model_len=32,
+    row_buckets=(1, 2, 4),
+    table_sizes=(2, 8),
+    extend_buckets=(ExtendBucket(tokens=8, block=4), ExtendBucket(tokens=16, block=4)),
+    chunk_pages=2,
+)
+SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.5)
+NO_WEIGHTS = cast(Params, None)
+
+LAYER = LayerConfig(
+    kind="full",
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=2,
+    mlp_dim=2,
+    kv_source=0,
+    has_v_proj=True,
+    rope=RopeConfig(theta=1e4, num_pairs=1),
+)
+CONFIG = ModelConfig(
+    model_type="gemma4_text",
+    vocab_size=8,
+    model_dim=2,
+    layers=(LAYER,),
+    window=4,
+    norm_eps=1e-6,
+    attention_scale=1.0,
+    has_v_norm=True,
+    has_layer_scalar=False,
+    logit_softcap=None,
+    ple_dim=0,
+    ple_vocab_size=0,
+    max_position=64,
+)
+
+
+@dataclass
+class Recorder:
+    """Stands for all programs of a runner; row i of every one samples the id 100 + i."""
+
+    calls: list[tuple[Program, npt.NDArray[np.int32]]] = field(default_factory=list)
+
+    def runner(self) -> ModelRunner:
+        programs = {shape: cast(Any, self._program(shape)) for shape in program_shapes(PLAN)}
+        return ModelRunner(NO_WEIGHTS, CONFIG, PLAN, programs)
+
+    def _program(self, shape: Program) -> object:
+        def run(params: Params, cache: Any, state: Any, staged: Any) -> tuple[Any, Any, Any]:
+            self.calls.append((shape, staged))
+            return cache, state, np.arange(100, 116, dtype=np.int32)
+
+        return run
+
+    @property
+    def last(self) -> tuple[Program, npt.NDArray[np.int32]]:
+        return self.calls[-1]
+
+
+def chunk(slot: int, ids: range, start: int = 0, *, sample: bool = True) -> ExtendChunk:
+    return ExtendChunk(slot=slot, token_ids=ids, start=start, sample=sample)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "position", "bucket"),
+    [
+        (1, 0, DecodeBucket(rows=1, table_size=2)),
+        (2, 7, DecodeBucket(rows=2, table_size=2)),
+        (3, 8, DecodeBucket(rows=4, table_size=8)),
+        (4, 31, DecodeBucket(rows=4, table_size=8)),
+    ],
+)
+def test_decode_takes_the_smallest_program_that_holds_rows_and_longest_position(
+    num_slots: int, position: int, bucket: DecodeBucket
+) -> None:
+    recorder = Recorder()
+    positions = [*[1] * (num_slots - 1), position]
+
+    recorder.runner().decode(range(num_slots), positions)
+
+    assert recorder.last[0] == bucket
+
+
+def test_decode_stages_slots_positions_and_tables_row_by_row() -> None:
+    recorder = Recorder()
+    runner = recorder.runner()
+    for slot in (3, 1, 0):
+        runner.open_slot(slot, SAMPLING)
+        runner.set_pages(slot, 0, [slot + 1, slot + 5])
+
+    pending = runner.decode([3, 1, 0], [5, 2, 7])
+
+    _, staged = recorder.last
+    assert staged[:, Column.SLOT].tolist() == [3, 1, 0, PLAN.num_slots]
+    assert staged[:, Column.POSITION].tolist() == [5, 2, 7, 0]
+    assert staged[:, Column.TABLE :].tolist() == [[4, 8], [2, 6], [1, 5], [0, 0]]
+    assert pending.token_ids() == [100, 101, 102]
+
+
+def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
+    recorder = Recorder()
+    runner = recorder.runner()
+    for slot in (2, 0):
+        runner.open_slot(slot, SAMPLING)
+        runner.set_pages(slot, 0, [slot + 1, slot + 2])
+
+    runner.extend([chunk(2, range(10, 16), start=1), chunk(0, range(20, 23), start=3)])
+
+    shape, staged = recorder.last
+    assert isinstance(shape, ExtendShape)
+    assert shape.bucket == PLAN.extend_buckets[1]
+    ids_N, rows, rows_nF = unpack_extend(jax.numpy.asarray(staged), shape)
+    assert ids_N.tolist() == [10, 11, 12, 13, 14, 15, 0, 0, 20, 21, 22, 0, 0, 0, 0, 0]
+    assert rows.start_R.tolist()[:3] == [1, 5, 3]
+    assert rows.num_valid_R.tolist() == [4, 2, 3, 0]
+    assert rows.table_RM.tolist()[:3] == [[3, 4], [3, 4], [1, 2]]
+    assert rows_nF[:2, Column.SLOT].tolist() == [2, 0]
+    # Where the chunk's last token lies among the flat ones, and its position in the sequence.
+    assert rows_nF[:2, Column.TOKEN_INDEX].tolist() == [5, 10]
+    assert rows_nF[:2, Column.POSITION].tolist() == [6, 5]
+
+
+def test_a_chunk_that_samples_nothing_stores_its_id_in_the_scratch_slot() -> None:
+    recorder = Recorder()
+    runner = recorder.runner()
+    runner.set_pages(1, 0, [7])
+
+    pending = runner.extend([chunk(1, range(4), sample=False), chunk(2, range(4))])
+
+    shape, staged = recorder.last
+    assert isinstance(shape, ExtendShape)
+    _, rows, rows_nF = unpack_extend(jax.numpy.asarray(staged), shape)
+    assert rows_nF[:, Column.SLOT].tolist() == [PLAN.num_slots, 2]
+    assert rows.table_RM[0].tolist() == [7, 0], "it still writes to its own pages"
+    assert pending.token_ids() == [101]
+
+
+def test_extend_takes_the_program_that_holds_the_chunks_end() -> None:
+    recorder = Recorder()
+
+    recorder.runner().extend([chunk(0, range(4), start=5)])
+
+    shape, _ = recorder.last
+    assert isinstance(shape, ExtendShape)
+    assert (shape.bucket, shape.table_size) == (PLAN.extend_buckets[0], 8)
+
+
+def test_chunks_beyond_the_largest_bucket_are_our_bug() -> None:
+    with pytest.raises(InvariantError, match="fit no extend bucket"):
+        Recorder().runner().extend([chunk(slot, range(5)) for slot in range(3)])
+
+
+def test_a_queued_call_keeps_the_pages_that_it_was_given() -> None:
+    recorder = Recorder()
+    runner = recorder.runner()
+    runner.set_pages(0, 0, [5])
+    runner.decode([0], [0])
+
+    runner.open_slot(0, SAMPLING)
+    runner.set_pages(0, 0, [6])
+
+    assert recorder.last[1][0, Column.TABLE] == 5
+
+
+def test_warm_up_runs_every_program_once_on_nothing() -> None:
+    recorder = Recorder()
+
+    durations_s = recorder.runner().warm_up()
+
+    assert [shape for shape, _ in recorder.calls] == list(durations_s)
+    assert set(durations_s) == set(program_shapes(PLAN))
+    for shape, staged in recorder.calls:
+        if isinstance(shape, ExtendShape):
+            _, rows, rows_nF = unpack_extend(jax.numpy.asarray(staged), shape)
+            assert not rows.num_valid_R.any()
+            assert set(rows_nF[:, Column.SLOT].tolist()) == {PLAN.num_slots}
+        else:
+            assert set(staged[:, Column.SLOT].tolist()) == {PLAN.num_slots}

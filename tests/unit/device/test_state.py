@@ -1,0 +1,93 @@
+"""The staged row of a slot: what the host writes is what the device reads."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.device.state import Column, HostRows, make_state, read_sampling
+from jaxserve.types import SamplingParams
+
+SAMPLING = SamplingParams(
+    max_tokens=9,
+    seed=0xFEDC_BA98_7654_3210,
+    temperature=0.7,
+    top_k=40,
+    top_p=0.9,
+    min_p=0.05,
+)
+
+
+def test_sampling_travels_to_the_device_unchanged() -> None:
+    rows = HostRows(num_slots=4, table_size=3)
+    rows.open(2, SAMPLING)
+    staged = rows.stage([2], 1, 3)
+    staged[0, Column.POSITION] = 11
+
+    read = read_sampling(jnp.asarray(staged))
+
+    floats = [read.temperature[0], read.top_p[0], read.min_p[0]]
+    assert floats == [np.float32(0.7), np.float32(0.9), np.float32(0.05)]
+    assert read.top_k.tolist() == [40]
+    assert read.seed.tolist() == [[0x7654_3210, 0xFEDC_BA98]]
+    # The row's last known token stands at 11, so the next one is sampled for 12.
+    assert read.position.tolist() == [12]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
+def test_every_seed_is_staged(seed: int) -> None:
+    rows = HostRows(num_slots=1, table_size=1)
+    rows.open(0, SamplingParams(max_tokens=1, seed=seed))
+
+    low, high = read_sampling(jnp.asarray(rows.stage([0], 1, 1))).seed[0].tolist()
+
+    assert low + (high << 32) == seed
+
+
+def test_rows_come_in_the_order_of_their_slots_and_padding_is_the_scratch_slot() -> None:
+    rows = HostRows(num_slots=4, table_size=2)
+    for slot in range(4):
+        rows.set_pages(slot, 0, [10 + slot, 20 + slot])
+
+    staged = rows.stage([3, 0], 4, 2)
+
+    assert staged[:, Column.SLOT].tolist() == [3, 0, 4, 4]
+    assert staged[:, Column.TABLE :].tolist() == [[13, 23], [10, 20], [0, 0], [0, 0]]
+    # Padding is greedy, so that it asks for no draw.
+    assert staged[2:, Column.TEMPERATURE].tolist() == [0, 0]
+
+
+def test_a_smaller_table_is_the_front_of_the_whole() -> None:
+    rows = HostRows(num_slots=1, table_size=4)
+    rows.set_pages(0, 0, [5, 6])
+    rows.set_pages(0, 2, [7, 8])
+
+    assert rows.stage([0], 1, 4)[0, Column.TABLE :].tolist() == [5, 6, 7, 8]
+    assert rows.stage([0], 1, 3)[0, Column.TABLE :].tolist() == [5, 6, 7]
+
+
+def test_opening_a_slot_forgets_the_sequence_before() -> None:
+    rows = HostRows(num_slots=2, table_size=2)
+    rows.open(1, SAMPLING)
+    rows.set_pages(1, 0, [5, 6])
+
+    rows.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0))
+
+    fresh = HostRows(num_slots=2, table_size=2)
+    fresh.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0))
+    assert rows.stage([1], 1, 2).tolist() == fresh.stage([1], 1, 2).tolist()
+
+
+def test_what_is_staged_does_not_change_afterwards() -> None:
+    rows = HostRows(num_slots=1, table_size=1)
+    staged = rows.stage([0], 1, 1)
+    before = staged.tolist()
+
+    rows.set_pages(0, 0, [9])
+
+    assert staged.tolist() == before
+
+
+def test_the_state_has_a_slot_for_padding() -> None:
+    state = make_state(4)
+
+    assert state.last_token_S.shape == (5,)

@@ -1,0 +1,127 @@
+"""The command line: flags become settings, failures become exit codes."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import jaxserve
+from jaxserve import cli
+from jaxserve.config import ServeConfig
+from jaxserve.errors import ConfigError, ModelLoadError
+
+
+class FakeServe:
+    """Takes the place of `app.serve`."""
+
+    def __init__(self) -> None:
+        self.configs: list[ServeConfig] = []
+        self.fault: BaseException | None = None
+
+    def __call__(self, config: ServeConfig, cache_dir: Path) -> int:
+        self.configs.append(config)
+        if self.fault is not None:
+            raise self.fault
+        return 7
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
+    fake = FakeServe()
+    monkeypatch.setattr("jaxserve.app.serve", fake)
+    monkeypatch.setattr("jaxserve.logs.configure", lambda level: None)
+    return fake
+
+
+def test_without_flags_the_settings_are_the_defaults(serve: FakeServe) -> None:
+    assert cli.main(["serve"]) == 7
+    assert serve.configs == [ServeConfig()]
+
+
+def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
+    values = {
+        "model": "org/name",
+        "served_model_name": "name",
+        "host": "::1",
+        "port": 9,
+        "dtype": "bfloat16",
+        "max_model_len": 100,
+        "max_batch": 3,
+        "kv_cache_bytes": 1 << 40,
+        "max_waiting_requests": 5,
+        "max_waiting_tokens": 6,
+        "prefill_stall_factor": 2.5,
+        "compile_cache": "",
+        "drain_s": 0.5,
+        "heartbeat_s": 0.0,
+        "max_body_bytes": 7,
+        "log_level": "DEBUG",
+    }
+    assert set(values) == {field.name for field in fields(ServeConfig)}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+
+    cli.main(["serve", *flags])
+
+    assert serve.configs == [ServeConfig(**values)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (ConfigError("it does not fit"), 2),
+        (ModelLoadError("no such tensor"), 3),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_a_fault_becomes_an_exit_code_and_a_line(
+    serve: FakeServe, capsys: pytest.CaptureFixture[str], fault: BaseException, code: int
+) -> None:
+    serve.fault = fault
+
+    assert cli.main(["serve"]) == code
+    assert capsys.readouterr().err == (f"jaxserve: {fault}\n" if str(fault) else "")
+
+
+@pytest.mark.parametrize("flags", [["--max-batch", "many"], ["--dtype", "int8"], ["--bake"]])
+def test_a_wrong_flag_is_a_wrong_command_line(serve: FakeServe, flags: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["serve", *flags])
+    assert exit_info.value.code == 2
+    assert serve.configs == []
+
+
+def test_a_value_out_of_range_is_told_before_jax_is_imported() -> None:
+    script = "import sys; from jaxserve.cli import main; code = main(); print('jax' in sys.modules)"
+
+    result = subprocess.run(
+        [sys.executable, "-c", f"{script}; sys.exit(code)", "serve", "--max-batch", "0"],
+        cwd=Path(jaxserve.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (result.returncode, result.stdout) == (2, "False\n")
+    assert result.stderr == "jaxserve: --max-batch 0 is less than the least, 1\n"
+
+
+def test_fetch_prints_the_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("jaxserve.logs.configure", lambda level: None)
+    monkeypatch.setattr(cli, "fetch_gemma3_270m", lambda cache_dir: cache_dir / "gemma3-270m")
+
+    assert cli.main(["fetch", "gemma3-270m"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/jaxserve/gemma3-270m\n"
+
+
+def test_without_xdg_the_cache_is_in_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    assert cli.cache_dir() == tmp_path / ".cache/jaxserve"

@@ -1,0 +1,47 @@
+"""Settings: what is in range, and that a refusal names the flag."""
+
+import math
+from typing import Any
+
+import pytest
+
+from jaxserve.config import ServeConfig, serve_flags
+from jaxserve.errors import ConfigError
+
+
+def test_the_defaults_are_in_range() -> None:
+    ServeConfig().check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_batch", 0),
+        ("max_model_len", 1),
+        ("kv_cache_bytes", 0),
+        ("max_waiting_requests", 0),
+        ("max_waiting_tokens", -1),
+        ("prefill_stall_factor", -0.1),
+        ("drain_s", -1.0),
+        ("drain_s", math.nan),
+        ("heartbeat_s", -0.001),
+        ("max_body_bytes", 0),
+        ("port", -1),
+        ("port", 65536),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_its_flag(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} {value}"):
+        ServeConfig(**{name: value}).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_batch", 1), ("max_model_len", 2), ("drain_s", 0.0), ("port", 0), ("port", 65535)],
+)
+def test_the_least_value_is_in_range(name: str, value: Any) -> None:
+    ServeConfig(**{name: value}).check()
+
+
+def test_every_setting_says_what_it_does() -> None:
+    assert all(setting.metadata["help"] for setting in serve_flags())
