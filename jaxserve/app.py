@@ -192,8 +192,7 @@ class _Server:
         )
         with _PhaseReport(self._client) as report:
             loaded = load_model(folder, options, report)
-        scheduler = Scheduler(loaded.runner, prefill_stall_factor=config.prefill_stall_factor)
-        _teach_times(scheduler, loaded)
+        scheduler = make_scheduler(loaded, prefill_stall_factor=config.prefill_stall_factor)
         on_compile(self._metrics.serving_compiles.inc)
         self._model = ServedModel(
             id=self._served_name(folder),
@@ -224,13 +223,15 @@ class _Server:
         return folder.name if Path(config.model).expanduser() == folder else config.model
 
 
-def _teach_times(scheduler: Scheduler, loaded: LoadedModel) -> None:
-    """Give the scheduler the warm-up's durations as its first estimates."""
+def make_scheduler(loaded: LoadedModel, *, prefill_stall_factor: float) -> Scheduler:
+    """Return a scheduler for a loaded model, with the warm-up's durations as first estimates."""
+    scheduler = Scheduler(loaded.runner, prefill_stall_factor=prefill_stall_factor)
     for program, duration_s in loaded.warm_up_s.items():
         if isinstance(program, DecodeBucket):
             scheduler.times.learn_decode(program.rows, duration_s)
         else:
             scheduler.times.learn_extend(program.bucket, duration_s)
+    return scheduler
 
 
 class _PhaseReport:

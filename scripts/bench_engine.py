@@ -39,14 +39,14 @@ import uvloop
 from safetensors.numpy import save_file
 from tokenizers.decoders import ByteFallback, Fuse, Replace
 
+from jaxserve.app import make_scheduler
 from jaxserve.cli import cache_dir
-from jaxserve.device.buckets import DecodeBucket
+from jaxserve.config import ServeConfig
 from jaxserve.device.compiler import use_compile_cache
 from jaxserve.device.loader import LoadOptions, load_model
 from jaxserve.engine.client import EngineClient, EngineStatus
 from jaxserve.engine.core import EngineCore, HostTimes
 from jaxserve.engine.inbox import Inbox
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.hub.demo import DEMO_MODEL_NAME
 from jaxserve.hub.resolve import resolve_model
 from jaxserve.metrics import Metrics
@@ -158,12 +158,7 @@ def running_engine(
     """Run the engine on a thread, with the server's own defaults."""
     options = LoadOptions(dtype=dtype, max_model_len=None, max_batch=max_batch, kv_cache_bytes=None)
     loaded = load_model(folder, options, lambda phase, done, total: None)
-    scheduler = Scheduler(loaded.runner)
-    for program, duration_s in loaded.warm_up_s.items():
-        if isinstance(program, DecodeBucket):
-            scheduler.times.learn_decode(program.rows, duration_s)
-        else:
-            scheduler.times.learn_extend(program.bucket, duration_s)
+    scheduler = make_scheduler(loaded, prefill_stall_factor=ServeConfig().prefill_stall_factor)
     inbox = Inbox()
     client = EngineClient(inbox, max_waiting_requests=64, max_waiting_tokens=1 << 20)
     core = EngineCore(
