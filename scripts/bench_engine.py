@@ -131,6 +131,14 @@ def tokens_per_s(traces: Sequence[Trace]) -> float:
     return sum(len(trace.tokens_s) for trace in traces) / (end_s - begin_s)
 
 
+def decoding_tokens_per_s(traces: Sequence[Trace]) -> float:
+    """Tokens a second while every stream decodes: after the last one's first token."""
+    begin_s = max(trace.tokens_s[0] for trace in traces)
+    end_s = min(trace.tokens_s[-1] for trace in traces)
+    tokens = sum(begin_s < token_s <= end_s for trace in traces for token_s in trace.tokens_s)
+    return tokens / (end_s - begin_s) if end_s > begin_s else 0.0
+
+
 def gaps_s(traces: Sequence[Trace]) -> list[tuple[float, float]]:
     """Begin and end of the time between any two neighbouring tokens of a stream."""
     return [gap for trace in traces for gap in pairwise(trace.tokens_s)]
@@ -291,6 +299,8 @@ async def sweep(generate: Generate, settings: Settings) -> list[Figure]:
         at = f"{count} streams" if count > 1 else "1 stream"
         rates, target = [*map(tokens_per_s, rounds)], targets.get(count)
         figures.append(Figure(at, "tokens/s", rates, at_least=target))
+        decoding = [*map(decoding_tokens_per_s, rounds)]
+        figures.append(Figure(f"{at}, all decoding", "tokens/s", decoding))
         figures.append(Figure(f"{at}, first token", "ms", ttfts_ms))
         figures.append(Figure(f"{at}, between tokens", "ms", gaps_ms))
     length = settings.prefill_tokens

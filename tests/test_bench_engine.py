@@ -13,6 +13,7 @@ from scripts.bench_engine import (
     Figure,
     Settings,
     Trace,
+    decoding_tokens_per_s,
     gaps_s,
     running_engine,
     stream_completion,
@@ -29,6 +30,13 @@ def trace(submitted_s: float, *tokens_s: float) -> Trace:
 
 def test_rate_runs_from_the_first_submission_to_the_last_token() -> None:
     assert tokens_per_s([trace(1.0, 2.0, 2.5), trace(1.5, 4.0, 5.0)]) == 4 / (5.0 - 1.0)
+
+
+def test_decoding_rate_counts_while_all_decode() -> None:
+    # From 4, the last first token, to 6, the first last token: those at 5, 6 and at 5.
+    traces = [trace(1.0, 2.0, 3.0, 5.0, 6.0), trace(1.0, 4.0, 5.0, 7.0)]
+    assert decoding_tokens_per_s(traces) == 3 / (6.0 - 4.0)
+    assert decoding_tokens_per_s([trace(1.0, 2.0, 3.0), trace(1.0, 4.0, 5.0)]) == 0.0
 
 
 def test_gaps_lie_between_tokens_of_one_stream() -> None:
@@ -103,14 +111,16 @@ async def test_sweep_of_the_engine_on_a_tiny_model() -> None:
         settings = Settings(
             repeats=2, streams="1,2", prompt_tokens=4, output_tokens=5, prefill_tokens=8
         )
-        with running_engine(folder, "float32", max_batch=1) as (generate, core):
+        with running_engine(folder, "float32", max_batch=2) as (generate, core):
             figures = await sweep(generate, settings)
             assert core.host_times
     assert [figure.name for figure in figures] == [
         "1 stream",
+        "1 stream, all decoding",
         "1 stream, first token",
         "1 stream, between tokens",
         "2 streams",
+        "2 streams, all decoding",
         "2 streams, first token",
         "2 streams, between tokens",
         "prefill of 8 tokens",
