@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -122,7 +122,7 @@ class _Server:
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(signal_number, self._on_signal)
         host, port = listener.getsockname()[:2]
-        logger.info("listening on http://%s:%d", host, port)
+        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         self._thread.start()
         await self._http.serve(sockets=[listener])
 
@@ -173,8 +173,10 @@ class _Server:
     def _die(self, fault: Exception) -> None:
         self._fault = fault
         self._client.set_status(EngineStatus(phase="dead", detail=str(fault)))
-        # After the events that tell the clients, which are queued on the loop already.
-        self._loop.call_soon_threadsafe(self._stop_http)
+        # After the events that tell the clients, which are queued on the loop already; it is closed
+        # where the process has been told to stop before.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop_http)
 
     def _start(self) -> EngineCore:
         config = self._config
@@ -198,14 +200,13 @@ class _Server:
             id=self._served_name(folder),
             tokenizer=tokenizer,
             chat_template=template,
+            vocab_size=loaded.config.vocab_size,
             max_model_len=loaded.runner.max_model_len,
             end_token_ids=end_ids,
             placeholder_token_ids=loaded.config.placeholder_token_ids,
             created=int(time.time()),
         )
-        self._client.set_status(EngineStatus(phase="ready"))
-        logger.info("ready after %.1f s: %s", time.perf_counter() - started_s, self._model.id)
-        return EngineCore(
+        core = EngineCore(
             loaded.runner,
             scheduler,
             self._inbox,
@@ -213,6 +214,9 @@ class _Server:
             on_death=self._die,
             metrics=self._metrics,
         )
+        self._client.set_status(EngineStatus(phase="ready"))
+        logger.info("ready after %.1f s: %s", time.perf_counter() - started_s, self._model.id)
+        return core
 
     def _served_name(self, folder: Path) -> str:
         config = self._config
@@ -220,7 +224,8 @@ class _Server:
             return config.served_model_name
         if config.model is None:
             return DEMO_MODEL_NAME
-        return folder.name if Path(config.model).expanduser() == folder else config.model
+        is_folder = Path(config.model).expanduser() == folder
+        return folder.resolve().name if is_folder else config.model
 
 
 def make_scheduler(loaded: LoadedModel, *, prefill_stall_factor: float) -> Scheduler:

@@ -99,6 +99,7 @@ def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
         id="org/byte-model",
         tokenizer=Tokenizer.load(folder),
         chat_template=ChatTemplate.load(folder),
+        vocab_size=len(vocab),
         max_model_len=max_model_len,
         end_token_ids=frozenset({EOS, END_OF_TURN}),
         placeholder_token_ids=frozenset({IMAGE}),

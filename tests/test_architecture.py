@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
+from jaxserve.config import serve_flags
 from jaxserve.errors import ApiError
 
 ROOT = Path(__file__).parent.parent
@@ -71,11 +72,15 @@ def test_errors_page_has_a_row_for_each_error(error: type[ApiError]) -> None:
     assert row in (ROOT / "docs/errors.md").read_text()
 
 
-@pytest.mark.parametrize("command", ["serve", "fetch"])
-def test_each_flag_is_documented(command: str) -> None:
-    help_text = run_python("-m", "jaxserve", command, "--help").stdout
-    flags = set(re.findall(r"--[a-z][a-z-]+", help_text)) - {"--help"}
-    pages = "".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+def test_flags_page_has_the_rows_of_all_flags() -> None:
+    expected = []
+    for setting in serve_flags():
+        flag = f"--{setting.name.replace('_', '-')} {setting.metadata.get('metavar', '')}".rstrip()
+        default = "" if setting.default is None else f"`{setting.default}`"
+        choices = ", ".join(f"`{choice}`" for choice in setting.metadata.get("choices", ()))
+        text = setting.metadata["help"] + (f" ({choices})" if choices else "")
+        expected.append(f"| `{flag}` | {default} | {text} |")
 
-    assert "usage:" in help_text
-    assert [flag for flag in sorted(flags) if f"`{flag}" not in pages] == []
+    page = (ROOT / "docs/flags.md").read_text()
+
+    assert re.findall(r"^\| `--.*$", page, re.MULTILINE) == expected

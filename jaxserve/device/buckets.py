@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from jaxserve.errors import InvariantError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendBucket:
@@ -34,6 +36,14 @@ class ExtendChunk:
     token_ids: Sequence[int]
     start: int
     sample: bool
+
+
+def smallest_extend(buckets: Sequence[ExtendBucket], lengths: Sequence[int]) -> ExtendBucket:
+    """Return the smallest of ascending buckets that chunks of these lengths fit."""
+    for bucket in buckets:
+        if bucket.fits(lengths):
+            return bucket
+    raise InvariantError(f"chunks of {lengths} tokens fit no extend bucket")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

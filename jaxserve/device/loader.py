@@ -73,6 +73,9 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
         lambda done, total: progress("compiling", done, total),
     )
     compiled_s = time.perf_counter()
+    budget = replace(budget, temp_bytes=max_temp_bytes(compiled.values()))
+    logger.info("memory:\n%s", budget.table(plan.max_model_len))
+    budget.check(plan.max_model_len)
     runner = ModelRunner(loaded.params, config, plan, compiled)
     warm_up_s = runner.warm_up()
     logger.info(
@@ -85,8 +88,6 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
         compiled_s - loaded_s,
         time.perf_counter() - compiled_s,
     )
-    budget = replace(budget, temp_bytes=max_temp_bytes(compiled.values()))
-    logger.info("memory:\n%s", budget.table(plan.max_model_len))
     return LoadedModel(config=config, runner=runner, warm_up_s=warm_up_s)
 
 

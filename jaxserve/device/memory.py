@@ -58,6 +58,11 @@ class MemoryBudget:
                 "weights, programs and KV pages exceed the device; lower --kv-cache-bytes:\n"
                 + self.table(max_model_len)
             )
+        if self.kv_bytes <= 0:
+            raise ConfigError(
+                "weights and programs leave the device no room for KV pages:\n"
+                + self.table(max_model_len)
+            )
         if self.num_tokens < max_model_len:
             raise ConfigError(
                 f"one sequence of --max-model-len {max_model_len} does not fit the KV pages; "

@@ -1,8 +1,8 @@
 """The sizes that everything on the device is compiled for, chosen once at start-up.
 
 Buckets are few, for every one is a program to compile. On a CPU one page-table size serves every
-context, since attention walks it in small chunks; on an accelerator a context bucket is read in one
-piece, so there are a handful (docs/decisions/0010).
+context, since attention walks it in small chunks; on an accelerator contexts up to a chunk are read
+in one piece, so there is a bucket for them (docs/decisions/0010).
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,10 @@ PAGE_SIZE = 32
 
 CPU_CHUNK_TOKENS = 128
 ACCELERATOR_CHUNK_TOKENS = 8192
-ACCELERATOR_CONTEXTS = (1024, 8192, 32768)
+ACCELERATOR_CONTEXTS = (8192,)
+
+ACCELERATOR_ROWS = (1, 8, 16, 32, 64)
+"""A step of 2 or 4 rows takes a chip as long as one of 8, and every bucket a minute to compile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ def make_plan(
     """Choose the buckets for a pool and its limits."""
     contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
     chunk_tokens = ACCELERATOR_CHUNK_TOKENS if is_accelerator else CPU_CHUNK_TOKENS
-    powers = [2**i for i in range(max_batch.bit_length()) if 2**i < max_batch]
+    powers = ACCELERATOR_ROWS if is_accelerator else [2**i for i in range(max_batch.bit_length())]
     return DevicePlan(
         dtype=dtype,
         is_accelerator=is_accelerator,
@@ -69,7 +72,7 @@ def make_plan(
         num_pages=num_pages,
         num_slots=max_batch,
         max_model_len=max_model_len,
-        row_buckets=(*powers, max_batch),
+        row_buckets=(*(rows for rows in powers if rows < max_batch), max_batch),
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
         extend_buckets=_extend_buckets(max_model_len, is_accelerator),
         chunk_pages=chunk_tokens // PAGE_SIZE,
@@ -78,8 +81,8 @@ def make_plan(
 
 def _extend_buckets(max_model_len: int, is_accelerator: bool) -> tuple[ExtendBucket, ...]:
     """Return chunk sizes up to the first that holds a whole prompt."""
-    sizes = [(16, 16), (64, 16), (256, 32), (1024, 128)]
-    if is_accelerator:
-        sizes.append((2048, 128))
+    sizes = [(64, 16), (256, 32), (2048, 128)]
+    if not is_accelerator:
+        sizes = [(16, 16), (64, 16), (256, 32), (1024, 128)]
     needed = sum(tokens < max_model_len for tokens, _ in sizes) + 1
     return tuple(ExtendBucket(tokens=tokens, block=block) for tokens, block in sizes[:needed])

@@ -13,11 +13,16 @@ import numpy as np
 from jax.stages import Compiled, Lowered
 
 from jaxserve.device import programs
-from jaxserve.device.buckets import DecodeBucket, ExtendBucket, ExtendChunk, smallest_fitting
+from jaxserve.device.buckets import (
+    DecodeBucket,
+    ExtendBucket,
+    ExtendChunk,
+    smallest_extend,
+    smallest_fitting,
+)
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
 from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state
-from jaxserve.errors import InvariantError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
 from jaxserve.models.params import Params
@@ -158,9 +163,7 @@ class ModelRunner:
     def extend(self, chunks: Sequence[ExtendChunk]) -> PendingIds:
         """Write the chunks' tokens; sample for those that hold a sequence's last known one."""
         lengths = [len(chunk.token_ids) for chunk in chunks]
-        bucket = next((b for b in self.extend_buckets if b.fits(lengths)), None)
-        if bucket is None:
-            raise InvariantError(f"chunks of {lengths} tokens fit no extend bucket")
+        bucket = smallest_extend(self.extend_buckets, lengths)
         longest = max(chunk.start + len(chunk.token_ids) for chunk in chunks)
         shape = _extend_shape(self._plan, bucket, self._table_size(longest))
         staged = self._stage_extend(chunks, shape)

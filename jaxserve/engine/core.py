@@ -90,8 +90,10 @@ class EngineCore:
         except Exception as fault:
             # Whatever went wrong, clients wait: each gets its terminal event before this ends.
             logger.exception("The engine died")
-            self._end_all(EngineDeadError(f"the engine died: {type(fault).__name__}"))
-            self._on_death(fault)
+            try:
+                self._end_all(EngineDeadError(f"the engine died: {type(fault).__name__}"))
+            finally:
+                self._on_death(fault)
         else:
             self._end_all(EngineDeadError("the engine has stopped"))
 
@@ -198,16 +200,15 @@ class EngineCore:
             done_s = decode_done_s
         self._settled_s = done_s
         num_prefilled = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        self._scheduler.settle(batch, token_ids, done_s, self._events)
-        self._metrics.observe_settled(done_s - begun_s, num_prefilled, len(token_ids))
+        num_kept = self._scheduler.settle(batch, token_ids, done_s, self._events)
+        self._metrics.observe_settled(done_s - begun_s, num_prefilled, num_kept)
         return done_s - asked_s
 
     def _publish_events(self) -> None:
         """Publish this pass's events; counted first, for who reads them may read the metrics."""
         if not self._events:
             return
-        events, self._events = self._events, []
-        for event in events:
+        for event in self._events:
             if type(event) is RequestFinished:
                 self._metrics.observe_finished(
                     event.reason,
@@ -218,6 +219,7 @@ class EngineCore:
                 )
             elif type(event) is RequestFailed:
                 self._metrics.observe_failed()
+        events, self._events = self._events, []
         self._publish(events)
 
     def _note_load(self) -> None:

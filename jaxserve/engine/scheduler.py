@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.cache.pages import PagePool
-from jaxserve.device.buckets import ExtendBucket, ExtendChunk
+from jaxserve.device.buckets import ExtendBucket, ExtendChunk, smallest_extend
 from jaxserve.engine.request import Request, RequestStatus
 from jaxserve.engine.runner import RunnerSizes
 from jaxserve.engine.step_times import StepTimes
@@ -145,16 +145,18 @@ class Scheduler:
 
     def settle(
         self, batch: Batch, token_ids: list[int], now_s: float, events: list[OutputEvent]
-    ) -> None:
+    ) -> int:
         """Take the ids that the oldest unsettled batch sampled; append their events.
 
         The ids are those of `prefilled`, then those of `decoded`. A request that ended while the
-        batch was in flight ran one step too far: its id is dropped here.
+        batch was in flight ran one step too far: its id is dropped here. Returns how many were not.
         """
         self._num_steps_in_flight -= 1
+        num_kept = 0
         for request, token_id in zip((*batch.prefilled, *batch.decoded), token_ids, strict=True):
             if request.status is RequestStatus.FINISHED:
                 continue
+            num_kept += 1
             request.output_ids.append(token_id)
             if request.first_token_s is None:
                 request.first_token_s = now_s
@@ -163,6 +165,7 @@ class Scheduler:
                 events.append(self._finish(request, "stop", now_s))
             elif len(request.output_ids) == request.sampling.max_tokens:
                 events.append(self._finish(request, "length", now_s))
+        return num_kept
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
@@ -226,7 +229,7 @@ class Scheduler:
             num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
         if batch.chunks:
             lengths = [len(chunk.token_ids) for chunk in batch.chunks]
-            batch.bucket = next(bucket for bucket in self._buckets if bucket.fits(lengths))
+            batch.bucket = smallest_extend(self._buckets, lengths)
 
     def _prefill_bucket(self, num_rows: int) -> ExtendBucket:
         """Choose how much to prefill in one step beside so many running streams."""

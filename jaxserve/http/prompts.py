@@ -55,7 +55,7 @@ async def _run(encode: Callable[[], T], num_chars: int) -> T:
 def _check_ids(ids: tuple[int, ...], model: ServedModel, *, param: str) -> None:
     if not ids:
         raise InvalidRequestError(f"{param} holds no token.", param=param)
-    largest, vocab_size = max(ids), model.tokenizer.vocab_size
+    largest, vocab_size = max(ids), model.vocab_size
     if largest >= vocab_size:
         raise InvalidRequestError(
             f"{param} holds token id {largest}; the vocabulary ends at {vocab_size - 1}.",

@@ -69,7 +69,7 @@ def _sampling(
         max_tokens=_budget(len(prompt), options.max_tokens, default_max_tokens, model, param),
         seed=secrets.randbits(64) if options.seed is None else derive_seed(options.seed, sample),
         temperature=options.temperature,
-        top_k=options.top_k if options.top_k < model.tokenizer.vocab_size else 0,
+        top_k=options.top_k if options.top_k < model.vocab_size else 0,
         top_p=options.top_p,
         min_p=options.min_p,
         stop_token_ids=frozenset() if options.ignore_eos else model.end_token_ids,

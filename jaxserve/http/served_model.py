@@ -12,6 +12,7 @@ class ServedModel:
 
     Attributes:
         id: the name that requests use; may hold slashes.
+        vocab_size: ids that the model knows, [0, vocab_size); a tokenizer may know more.
         max_model_len: most tokens of prompt and output together.
         end_token_ids: ids that end a sequence; never shown in text.
         placeholder_token_ids: media placeholders, refused in prompts.
@@ -21,6 +22,7 @@ class ServedModel:
     id: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    vocab_size: int
     max_model_len: int
     end_token_ids: frozenset[int]
     placeholder_token_ids: frozenset[int]

@@ -134,7 +134,11 @@ def _accumulate(
     visible_BQS: jax.Array,
     softmax: Softmax,
 ) -> Softmax:
-    """Add a chunk of keys and values to a softmax under way."""
+    """Add a chunk of keys and values to a softmax under way.
+
+    A key that a query cannot see weighs 0, which hides whatever finite value a stale or scratch
+    page holds; a model whose values are not finite is lost anyway.
+    """
     old_max_BQ, sum_BQ, out_BQE = softmax
     dtype = k_BSE.dtype
     s_BQS = jnp.einsum(

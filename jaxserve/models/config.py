@@ -53,6 +53,7 @@ class ModelConfig:
         model_type: the config.json value of the text model, for messages and metrics.
         window: keys a sliding layer sees, the token itself included.
         attention_scale: multiplies q·k.
+        norm_offset: what a checkpoint's norm weights lack to the factors that they stand for.
         has_v_norm: values are RMS-normed without a weight before they are stored.
         has_layer_scalar: each layer ends by multiplying the whole stream by a learned scalar.
         logit_softcap: cap·tanh(z/cap) on the logits; None: none.
@@ -76,6 +77,7 @@ class ModelConfig:
     ple_vocab_size: int
     max_position: int
     placeholder_token_ids: frozenset[int] = frozenset()
+    norm_offset: float = 0.0
 
     @property
     def num_layers(self) -> int:

@@ -26,6 +26,7 @@ def read_config(config: Fields) -> ModelConfig:
     softcap = text.get("final_logit_softcapping")
     return ModelConfig(
         model_type=text.text("model_type"),
+        norm_offset=NORM_OFFSET,
         vocab_size=text.integer("vocab_size"),
         model_dim=text.integer("hidden_size"),
         layers=tuple(_read_layer(text, i, kind) for i, kind in enumerate(kinds)),

@@ -23,7 +23,7 @@ _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
 def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
-    """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how many rows there are."""
+    """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how full a decode batch is."""
     if x_NI.shape[0] <= LEFT_WEIGHT_MAX_ROWS:
         y_ON = linear_transposed(w_OI, x_NI)
         # XLA would turn a transposed product into one with the weight on the right.

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxserve.models import gemma3
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.params import LayerParams, Params
 
@@ -226,9 +225,13 @@ def _vectors(
     fill: float = 0.0,
 ) -> ParamSpec:
     """Small vectors of all layers, stacked in float32."""
-    offset = gemma3.NORM_OFFSET if config.model_type in gemma3.MODEL_TYPES else 0.0
     return ParamSpec(
-        path=path, shape=shape, sources=tuple(sources), is_float32=True, fill=fill, offset=offset
+        path=path,
+        shape=shape,
+        sources=tuple(sources),
+        is_float32=True,
+        fill=fill,
+        offset=config.norm_offset,
     )
 
 

@@ -1,4 +1,9 @@
+import threading
+
+import pytest
+
 from jaxserve.errors import EngineError, OverloadedError
+from jaxserve.text.tokenizer import Tokenizer
 from tests.fake_engine import BOS, END_OF_TURN, EOS, FakeEngine, Script, ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
@@ -144,10 +149,25 @@ async def test_abort_by_the_engine_is_an_error(serve: Serve) -> None:
     assert (reply.status, reply.error["code"]) == (503, "unavailable")
 
 
-async def test_long_conversation_is_encoded_off_the_loop(serve: Serve) -> None:
-    engine = FakeEngine()
+@pytest.mark.parametrize(("length", "is_on_the_loop"), [(100, True), (30_000, False)])
+async def test_a_long_conversation_is_encoded_off_the_loop(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, length: int, is_on_the_loop: bool
+) -> None:
+    threads: list[int] = []
+    encode = Tokenizer.encode
+
+    def spy(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    await post(serve(FakeEngine()), CHAT, {"messages": [{"role": "user", "content": "x" * length}]})
+    assert [thread == threading.get_ident() for thread in threads] == [is_on_the_loop]
+
+
+async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(serve: Serve) -> None:
     long = {"messages": [{"role": "user", "content": "x" * 30_000}]}
-    reply = await post(serve(engine), CHAT, long)
+    reply = await post(serve(FakeEngine()), CHAT, long)
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
     assert "30014" in reply.error["message"]
     assert "1000" in reply.error["message"]

@@ -1,5 +1,11 @@
+from dataclasses import replace
+
 import pytest
 
+from jaxserve.http.app import build_app
+from jaxserve.http.config import HttpConfig
+from jaxserve.http.served_model import ServedModel
+from jaxserve.metrics import Metrics
 from tests.fake_engine import BOS, EOS, IMAGE, VOCAB_SIZE, FakeEngine, Script, ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
@@ -26,6 +32,14 @@ async def test_prompt_forms(
     reply = await post(serve(engine), URL, request_fields)
     assert reply.status == 200
     assert engine.prompts == prompts
+
+
+async def test_a_token_that_only_the_tokenizer_knows_is_refused(model: ServedModel) -> None:
+    small = replace(model, vocab_size=VOCAB_SIZE - 1)
+    app = build_app(FakeEngine(), lambda: small, config=HttpConfig(), metrics=Metrics())
+    reply = await post(app, URL, {"prompt": [BOS, VOCAB_SIZE - 1]})
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == "prompt"
 
 
 async def test_whole_answer(serve: Serve) -> None:

@@ -51,7 +51,13 @@ def test_a_short_context_needs_no_large_chunks() -> None:
 
 def test_a_cpu_has_one_table_size_and_an_accelerator_a_few() -> None:
     assert len(plan(max_model_len=40_000).table_sizes) == 1
-    assert plan(max_model_len=40_000, is_accelerator=True).table_sizes == (32, 256, 1024, 1250)
+    assert plan(max_model_len=40_000, is_accelerator=True).table_sizes == (256, 1250)
+
+
+def test_rows_are_powers_of_two_on_a_cpu_and_fewer_sizes_on_an_accelerator() -> None:
+    assert plan(max_batch=12).row_buckets == (1, 2, 4, 8, 12)
+    assert plan(max_batch=32, is_accelerator=True).row_buckets == (1, 8, 16, 32)
+    assert plan(max_batch=1, is_accelerator=True).row_buckets == (1,)
 
 
 @pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (32, 1), (33, 2), (64, 2)])

@@ -158,6 +158,17 @@ def test_an_abort_of_an_ended_or_unknown_request_changes_nothing() -> None:
     assert engine.events == events
 
 
+def test_tokens_past_an_end_id_are_not_counted() -> None:
+    ids = fake_generate(PROMPT, SamplingParams(max_tokens=20, seed=0))
+    stop_id = ids[4]
+    engine = SteppedEngine()
+    engine.submit("a", PROMPT, 20, stop_token_ids=[stop_id])
+    engine.run_until_idle()
+    num_tokens = ids.index(stop_id) + 1
+    assert len(engine.runner.decoded_slots) == num_tokens  # one step too far, its id dropped
+    assert f"jaxserve_generation_tokens_total {num_tokens}.0" in engine.metrics.render().decode()
+
+
 def test_metrics_and_host_times_follow_the_steps() -> None:
     engine = SteppedEngine()
     engine.submit("a", PROMPT, 4)
