@@ -78,14 +78,6 @@ class UnsupportedFieldError(InvalidRequestError):
     code = "unsupported_parameter"
 
 
-class AuthenticationError(ApiError):
-    """The API key is missing or wrong."""
-
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
-
-
 class NotFoundError(ApiError):
     """No such path or model."""
 
