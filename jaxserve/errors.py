@@ -7,7 +7,6 @@ JaxserveError
     InvalidRequestError 400
       ContextLengthError        prompt and budget exceed the context
       UnsupportedFieldError     a field this server does not apply
-    AuthenticationError 401
     NotFoundError 404
     MethodNotAllowedError 405
     BodyTooLargeError 413
