@@ -220,7 +220,8 @@ class Scheduler:
         prefilling = [request for request in self._running if request.is_prefilling]
         if not (prefilling or self._waiting):
             return
-        bucket = self._prefill_bucket(len(batch.decoded))
+        num_unstarted = len(prefilling) + len(self._waiting)
+        bucket = self._prefill_bucket(len(batch.decoded), num_unstarted)
         num_blocks = bucket.tokens // bucket.block
         for request in prefilling:
             num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
@@ -231,9 +232,13 @@ class Scheduler:
             lengths = [len(chunk.token_ids) for chunk in batch.chunks]
             batch.bucket = smallest_extend(self._buckets, lengths)
 
-    def _prefill_bucket(self, num_rows: int) -> ExtendBucket:
-        """Choose how much to prefill in one step beside so many running streams."""
-        if num_rows == 0:
+    def _prefill_bucket(self, num_rows: int, num_unstarted: int) -> ExtendBucket:
+        """Choose how much to prefill in one step beside so many running streams.
+
+        Their gaps come first, unless more streams than those wait for their first token: then small
+        chunks would make the many wait for the few.
+        """
+        if num_unstarted > num_rows:
             return self._buckets[-1]
         decode_s = self.times.decode_s(num_rows)
         limit_s = 0.0 if decode_s is None else self._prefill_stall_factor * decode_s

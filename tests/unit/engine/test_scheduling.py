@@ -66,6 +66,25 @@ def test_decode_goes_on_in_every_step_of_somebody_elses_prefill() -> None:
     assert len(engine.runner.extended) == num_extends + 3
 
 
+def test_where_more_streams_wait_than_run_prefill_takes_the_largest_bucket() -> None:
+    buckets = tuple(ExtendBucket(tokens=8 * 2**i, block=8) for i in range(4))
+    runner = FakeRunner(
+        num_pages=300,
+        max_model_len=1024,
+        extend_buckets=buckets,
+        decode_s=0.010,
+        extend_s_per_token=0.004,
+    )
+    engine = SteppedEngine(runner)
+    engine.submit("running", prompt(3), 100)
+    engine.step(10)
+    for name in "ab":
+        engine.submit(name, prompt(100), 1)
+    engine.step()
+
+    assert sum(len(chunk.token_ids) for chunk in runner.extended[-1]) == buckets[-1].tokens
+
+
 def test_prefill_never_triples_the_gap_between_a_running_streams_tokens() -> None:
     buckets = tuple(ExtendBucket(tokens=8 * 2**i, block=8) for i in range(6))
     runner = FakeRunner(
