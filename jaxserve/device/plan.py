@@ -83,6 +83,6 @@ def _extend_buckets(max_model_len: int, is_accelerator: bool) -> tuple[ExtendBuc
     """Return chunk sizes up to the first that holds a whole prompt."""
     sizes = [(64, 16), (256, 32), (2048, 128)]
     if not is_accelerator:
-        sizes = [(16, 16), (64, 16), (128, 32), (256, 32), (1024, 128)]
+        sizes = [(64, 16), (128, 32), (256, 32), (1024, 128)]
     needed = sum(tokens < max_model_len for tokens, _ in sizes) + 1
     return tuple(ExtendBucket(tokens=tokens, block=block) for tokens, block in sizes[:needed])

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.models.kv_cache import from_stored, to_stored
+from jaxserve.models.layers import pad_rows
 
 MASKED = -1e30
 """A score that no key can have; finite, so that a wholly masked chunk gives no NaN."""
@@ -52,6 +53,7 @@ def write_pages(pages_PZX: jax.Array, new_NX: jax.Array, rows: PagedRows) -> jax
     """Return the pages with the rows' new keys (or values) [R·T, X] in their places."""
     page_size = pages_PZX.shape[1]
     position_RT = rows.positions_RT
+    new_NX = new_NX[: position_RT.size]
     page_RT = jnp.take_along_axis(rows.table_RM, position_RT // page_size, axis=1, mode="clip")
     is_valid_RT = jnp.arange(rows.block) < rows.num_valid_R[:, None]
     page_N = jnp.where(is_valid_RT, page_RT, SCRATCH_PAGE).reshape(-1)
@@ -153,5 +155,6 @@ def _accumulate(
     # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk that
     # it does see shrinks them by exp(MASKED - maximum) = 0.
     shrink_BQ = jnp.exp(old_max_BQ - max_BQ)
-    sum_BQ = sum_BQ * shrink_BQ + p_BQS.sum(axis=-1)
+    # Summed over padded rows: XLA's CPU backend sums few rows in another order.
+    sum_BQ = sum_BQ * shrink_BQ + pad_rows(p_BQS).sum(axis=-1)[: p_BQS.shape[0]]
     return max_BQ, sum_BQ, out_BQE * shrink_BQ[..., None] + new_BQE

@@ -31,7 +31,7 @@ def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
             y_ON, cpu=lax.optimization_barrier, default=lambda y_ON: y_ON
         )
         return left_ON.T
-    x_NI, num_rows = _pad_rows(x_NI), x_NI.shape[0]
+    x_NI, num_rows = pad_rows(x_NI), x_NI.shape[0]
     y_NO = lax.dot_general(
         x_NI.astype(w_OI.dtype), w_OI, _CONTRACT_LAST, preferred_element_type=jnp.float32
     )
@@ -40,15 +40,16 @@ def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
 
 def linear_transposed(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
     """Return W·xᵀ as float32 [O, N], for few rows."""
-    x_NI, num_rows = _pad_rows(x_NI), x_NI.shape[0]
+    x_NI, num_rows = pad_rows(x_NI), x_NI.shape[0]
     y_ON = lax.dot_general(
         w_OI, x_NI.astype(w_OI.dtype), _CONTRACT_LAST, preferred_element_type=jnp.float32
     )
     return y_ON[:, :num_rows]
 
 
-def _pad_rows(x_NI: jax.Array) -> jax.Array:
-    return jnp.pad(x_NI, ((0, -x_NI.shape[0] % ROW_MULTIPLE), (0, 0)))
+def pad_rows(x: jax.Array) -> jax.Array:
+    """Fill the first axis up to a multiple of ROW_MULTIPLE with zeros."""
+    return jnp.pad(x, ((0, -x.shape[0] % ROW_MULTIPLE), *((0, 0),) * (x.ndim - 1)))
 
 
 def rms(x32: jax.Array, eps: float) -> jax.Array:

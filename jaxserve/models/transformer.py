@@ -22,6 +22,7 @@ from jaxserve.models.layers import (
     linear,
     linear_transposed,
     norm,
+    pad_rows,
     rms,
     rope_tables,
 )
@@ -118,16 +119,19 @@ def decoder_layer(
         q_NHE = apply_rope(norm(q_NHE, q_norm_E, eps), rope) * config.attention_scale
         if writes:
             k_NX, v_NX = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
-            k_PZX, v_PZX = write_pages(k_PZX, k_NX, rows), write_pages(v_PZX, v_NX, rows)
+            k_PZX = write_pages(k_PZX, k_NX, rows)
+            v_PZX = write_pages(v_PZX, v_NX, rows)
+        num_real = rows.table_RM.shape[0] * rows.block
         out_RTHE = attend(
-            q_NHE.reshape(-1, rows.block, layer.num_heads, head_dim),
+            q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, head_dim),
             k_PZX,
             v_PZX,
             rows,
             window=config.window if layer.kind == "sliding" else None,
             chunk_pages=chunk_pages,
         )
-        out_ND = linear(weights.o_DQ, out_RTHE.reshape(num_tokens, q_width))
+        out_NQ = pad_rows(out_RTHE.reshape(num_real, q_width))
+        out_ND = linear(weights.o_DQ, out_NQ)
         x_ND += norm(out_ND, attention_norm, eps)
 
     with jax.named_scope("mlp"):
@@ -177,7 +181,9 @@ def run_layers(
     chunk_pages: int,
 ) -> tuple[Stream, KVCache]:
     """Run the given layers, in order, over the rows' tokens."""
-    rope = _rope_tables(config, rows.positions_RT.reshape(-1))
+    num_tokens = stream.x_ND.shape[0]
+    stream = jax.tree.map(pad_rows, stream)
+    rope = _rope_tables(config, pad_rows(rows.positions_RT.reshape(-1)))
     x_ND, ple_NLW = stream.x_ND, stream.ple_NLW
     k, v = list(cache.k), list(cache.v)
     for i in layers:
@@ -201,7 +207,8 @@ def run_layers(
                 chunk_pages=chunk_pages,
                 writes=layer.kv_source == i,
             )
-    return Stream(x_ND=x_ND, ple_NLW=ple_NLW), KVCache(k=tuple(k), v=tuple(v))
+    stream = jax.tree.map(lambda x: x[:num_tokens], Stream(x_ND=x_ND, ple_NLW=ple_NLW))
+    return stream, KVCache(k=tuple(k), v=tuple(v))
 
 
 def run_writing_layers(
@@ -238,8 +245,9 @@ def run_reading_layers(
 def logits(params: Params, config: ModelConfig, x_ND: jax.Array) -> jax.Array:
     """Return float32 logits [V, N] of a stream that has passed all layers."""
     with jax.named_scope("head"):
+        x_ND, num_tokens = pad_rows(x_ND), x_ND.shape[0]
         x_ND = norm(x_ND, params.final_norm_D, config.norm_eps)
-        z_VN = linear_transposed(params.embed_VD, x_ND)
+        z_VN = linear_transposed(params.embed_VD, x_ND)[:, :num_tokens]
         if config.logit_softcap is not None:
             z_VN = config.logit_softcap * jnp.tanh(z_VN / config.logit_softcap)
         return z_VN

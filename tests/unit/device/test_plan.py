@@ -45,8 +45,8 @@ def test_every_length_has_a_table_and_the_largest_chunk_a_whole_number_of_blocks
 
 
 def test_a_short_context_needs_no_large_chunks() -> None:
-    assert [bucket.tokens for bucket in plan(max_model_len=64).extend_buckets] == [16, 64]
-    assert [bucket.tokens for bucket in plan(max_model_len=65).extend_buckets] == [16, 64, 128]
+    assert [bucket.tokens for bucket in plan(max_model_len=64).extend_buckets] == [64]
+    assert [bucket.tokens for bucket in plan(max_model_len=65).extend_buckets] == [64, 128]
 
 
 def test_a_cpu_has_one_table_size_and_an_accelerator_a_few() -> None:
