@@ -4,6 +4,7 @@ Runs once, in the thread that will own the device. It reports phases and knows n
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -131,7 +132,7 @@ def _make_plan(
         )
 
     if device.platform == "cpu":
-        limit_bytes, temp_bytes = None, 0
+        limit_bytes, temp_bytes = _host_memory_bytes(), 0
         kv_bytes = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
     else:
         # What a program needs beside its arguments does not depend on the pool's size.
@@ -147,9 +148,17 @@ def _make_plan(
         bytes_per_page=kv_bytes_per_page(config, dtype),
     )
     if options.max_model_len is None:
-        longest = min(longest, max(budget.num_tokens, 1))
+        longest = min(longest, max(budget.num_tokens, 2))
     budget.check(longest)
     return plan_for(budget.num_pages, longest), budget
+
+
+def _host_memory_bytes() -> int | None:
+    """Return the machine's memory, None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
 
 
 def _probe_temp_bytes(plan: DevicePlan, config: ModelConfig, params: Params) -> int:

@@ -16,7 +16,7 @@ class MemoryBudget:
     """Where the device's bytes go.
 
     Attributes:
-        limit_bytes: what may be used in all; None where only the pool is bounded (CPU).
+        limit_bytes: what may be used in all (on a CPU the machine's memory); None: unknown.
         temp_bytes: most that one program needs while it runs.
         kv_bytes: what the page pool may take.
     """
@@ -65,8 +65,9 @@ class MemoryBudget:
             )
         if self.num_tokens < max_model_len:
             raise ConfigError(
-                f"one sequence of --max-model-len {max_model_len} does not fit the KV pages; "
-                "lower it, or raise --kv-cache-bytes:\n" + self.table(max_model_len)
+                f"one sequence of --max-model-len {max_model_len} does not fit the KV pages, "
+                f"which hold {self.num_tokens} tokens; lower it, or raise --kv-cache-bytes:\n"
+                + self.table(max_model_len)
             )
 
 

@@ -142,7 +142,9 @@ class Generation:
         if choice.stop_hit is not None:
             reason: Literal["stop", "length"] = "stop"
         elif event.reason == "abort":
-            raise UnavailableError("The server stopped before this answer was complete.")
+            raise UnavailableError(
+                "The server stopped before this answer was complete.", retry_after_s=5
+            )
         else:
             reason = event.reason
         self._reasons[index] = reason

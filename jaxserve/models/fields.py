@@ -5,6 +5,7 @@ value; nothing that shapes the model has a default. It knows no family of models
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -57,7 +58,11 @@ class Fields:
     def number(self, key: str) -> float:
         """Return a positive number that must be present."""
         value = self._values.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             raise self.refusal(key, "a positive number is needed")
         return float(value)
 
@@ -105,7 +110,11 @@ def read_kinds(text: Fields, num_layers: int) -> tuple[AttentionKind, ...]:
         n = text.integer("sliding_window_pattern")
         return tuple("sliding" if (i + 1) % n else "full" for i in range(num_layers))
     kinds = text.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not set(kinds) <= set(_KINDS):
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(k in (*_KINDS,) for k in kinds)
+    ):
         raise text.refusal("layer_types", f"{num_layers} of {' or '.join(_KINDS)} are needed")
     return tuple(_KINDS[kind] for kind in kinds)
 

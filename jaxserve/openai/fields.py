@@ -108,15 +108,21 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A string of at least `min_length` characters."""
+    """A string of [min_length, max_length] characters."""
 
     min_length: int = 0
+    max_length: int | None = None
 
     def __call__(self, value: object, path: str) -> str:
         if not isinstance(value, str):
             raise _wrong_type(path, "a string", value)
         if len(value) < self.min_length:
             raise InvalidRequestError(f"{path} must not be empty.", param=path)
+        if self.max_length is not None and len(value) > self.max_length:
+            raise InvalidRequestError(
+                f"{path} must have at most {self.max_length} characters, not {len(value)}.",
+                param=path,
+            )
         return value
 
 

@@ -30,6 +30,11 @@ from jaxserve.openai.fields import (
 )
 
 MAX_CHOICES = 128
+# Longer lists and strings keep the event loop from everybody's streams.
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024
+MAX_STOP_CHARS = 1024
 MAX_STOPS = 16
 # Above every vocabulary: a larger top_k can only be a mistake.
 _MAX_TOP_K = 1 << 20
@@ -119,7 +124,7 @@ class CompletionRequest:
 
 def _read_parts(value: object, path: str) -> str | tuple[str, ...]:
     if isinstance(value, list):
-        parts = ListOf(Object(_PART_FIELDS), min_items=1)(value, path)
+        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_PARTS)(value, path)
         return tuple(part[_PART_TEXT] for part in parts)
     return Text()(value, path)
 
@@ -144,7 +149,7 @@ def _read_prompt(value: object, path: str) -> Prompt:
 
 def _read_prompts(value: object, path: str) -> tuple[Prompt, ...]:
     if isinstance(value, list) and not (value and type(value[0]) is int):
-        return ListOf(_read_prompt, min_items=1)(value, path)
+        return ListOf(_read_prompt, min_items=1, max_items=MAX_PROMPTS)(value, path)
     return (_read_prompt(value, path),)
 
 
@@ -186,7 +191,7 @@ _TOP_P = Field("top_p", Number(0, 1, above_minimum=True), 1.0)
 _TOP_K = Field("top_k", Integer(-1, _MAX_TOP_K), 0)
 _MIN_P = Field("min_p", Number(0, 1), 0.0)
 _SEED: Field[int | None] = Field("seed", Integer(-(1 << 63), (1 << 64) - 1), None)
-_STOP: Field[tuple[str, ...]] = Field("stop", OneOrMany(Text(min_length=1), MAX_STOPS), ())
+_STOP: Field[tuple[str, ...]] = Field("stop", OneOrMany(Text(1, MAX_STOP_CHARS), MAX_STOPS), ())
 _N = Field("n", Integer(1, MAX_CHOICES), 1)
 _STREAM = Field("stream", Boolean(), False)
 _STREAM_OPTIONS: Field[Values | None] = Field("stream_options", Object(_STREAM_OPTION_FIELDS), None)
@@ -248,7 +253,7 @@ _SHARED_FIELDS = (
 )
 
 _MESSAGES: Field[tuple[Message, ...]] = Field(
-    "messages", ListOf(_read_message, min_items=1), (), required=True
+    "messages", ListOf(_read_message, min_items=1, max_items=MAX_MESSAGES), (), required=True
 )
 _MAX_COMPLETION_TOKENS: Field[int | None] = Field(
     "max_completion_tokens", Integer(1, _MAX_TOKENS), None

@@ -42,6 +42,21 @@ async def test_a_token_that_only_the_tokenizer_knows_is_refused(model: ServedMod
     assert reply.json["error"]["param"] == "prompt"
 
 
+@pytest.mark.parametrize(
+    ("request_fields", "param"),
+    [
+        ({"prompt": "hi", "stop": "a" * 1025}, "stop"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+    ],
+)
+async def test_what_would_hold_the_loop_up_is_refused(
+    serve: Serve, request_fields: dict[str, object], param: str
+) -> None:
+    reply = await post(serve(FakeEngine()), URL, request_fields)
+    assert reply.status == 400
+    assert reply.json["error"]["param"] == param
+
+
 async def test_whole_answer(serve: Serve) -> None:
     reply = await post(serve(FakeEngine(Script.say("yes"))), URL, {"prompt": "hi"})
     answer = reply.json
