@@ -88,7 +88,7 @@ class Tokenizer:
 
         With `add_special_tokens` a BOS is put in front unless the ids begin with one already.
         """
-        # A batch of one: `encode` keeps the interpreter lock, so a long text would stop all streams.
+        # A batch of one: `encode` keeps the interpreter lock, and a long text would stop streams.
         batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = batch[0].ids
         if add_special_tokens and ids[:1] != [self.bos_id]:
