@@ -37,7 +37,7 @@ def compile_all(
             for future in as_completed(futures):
                 programs[futures[future]] = future.result()
                 progress(len(programs), len(lower))
-        except BaseException:
+        except BaseException:  # raised again, without waiting for what has not begun
             pool.shutdown(cancel_futures=True)
             raise
     return programs

@@ -92,7 +92,7 @@ class Generation:
         try:
             for request in requests:
                 self._streams.append(engine.submit(request))
-        except BaseException:
+        except BaseException:  # raised again: what was submitted must not run on without a reader
             self._abort_all()
             raise
 
