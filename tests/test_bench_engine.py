@@ -126,7 +126,9 @@ async def test_sweep_of_the_engine_on_a_tiny_model() -> None:
         "prefill of 8 tokens",
     ]
     assert all(len(figure.samples) == 2 for figure in figures)
-    assert all(sample > 0 for figure in figures for sample in figure.samples)
+    # Two streams need not be decoding at one time: the first may end before the second begins.
+    always = [figure for figure in figures if figure.name != "2 streams, all decoding"]
+    assert all(sample > 0 for figure in always for sample in figure.samples)
 
 
 def test_command_saves_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
