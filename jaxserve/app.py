@@ -31,6 +31,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
+from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
 from jaxserve.hub.resolve import resolve_model
@@ -112,7 +113,8 @@ class _Server:
         self._http = _HttpServer(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HttpProtocol,
+                ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,

@@ -25,6 +25,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             logs.configure("INFO")
             sys.stdout.write(f"{fetch_gemma3_270m(cache_dir())}\n")
             return 0
+        positional = arguments.pop("model_argument")
+        if positional is not None:
+            if arguments["model"] not in (None, positional):
+                raise ConfigError(f"two models are named: {positional} and {arguments['model']}")
+            arguments["model"] = positional
         return _serve(ServeConfig(**arguments))
     except ConfigError as error:
         return _fail(error, 2)
@@ -54,6 +59,13 @@ def _fail(error: Exception, code: int) -> int:
     return code
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something; what None means is in the flag's own text."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxserve", description="An OpenAI-compatible inference server in pure JAX."
@@ -63,18 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     for setting in serve_flags():
         options = dict(setting.metadata)
         kind = next((t for t in (int, float) if str(t.__name__) in str(setting.type)), str)
         serve.add_argument(
             "--" + setting.name.replace("_", "-"),
-            type=kind,
+            type=options.pop("type", kind),
             default=setting.default,
             help=options.pop("help").replace("%", "%%"),
             **options,
         )
+    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
     fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
     return parser

@@ -67,7 +67,9 @@ class ServeConfig:
         "seconds between comments on a silent stream; 0: none", 15.0, metavar="S"
     )
     max_body_bytes: int = flag("largest request body", 32 << 20, metavar="N")
-    log_level: str = flag("least level to log", "INFO", choices=("DEBUG", "INFO", "WARNING"))
+    log_level: str = flag(
+        "least level to log", "INFO", type=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR")
+    )
 
     def check(self) -> None:
         """Refuse what is out of range, naming the flag."""

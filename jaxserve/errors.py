@@ -11,6 +11,7 @@ JaxserveError
     MethodNotAllowedError 405
     BodyTooLargeError 413
     UnsupportedMediaTypeError 415
+    HeadTooLargeError 431
     OverloadedError 429         the queue is full
     UnavailableError 503        starting, or draining
     EngineError 500             an internal fault ended this request
@@ -107,6 +108,14 @@ class UnsupportedMediaTypeError(ApiError):
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
+
+
+class HeadTooLargeError(ApiError):
+    """Request line and headers together exceed the limit."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "head_too_large"
 
 
 class OverloadedError(ApiError):

@@ -9,6 +9,8 @@ from typing import Literal
 from jaxserve.errors import ApiError
 
 FinishReason = Literal["stop", "length", "abort"]
+EndedBy = Literal["stop", "abort"]
+"""Why the reader of a sequence ends it: a stop string was found, or nobody wants the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -183,7 +183,7 @@ def running_engine(
         request = GenerationRequest(
             request_id=secrets.token_hex(8), prompt_ids=prompt, sampling=sampling
         )
-        stream = client.submit(request)
+        (stream,) = client.submit([request])
         try:
             async for event in stream:
                 if isinstance(event, TokenOutput):

@@ -18,6 +18,7 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import (
+    EndedBy,
     FinishReason,
     GenerationRequest,
     OutputEvent,
@@ -145,6 +146,7 @@ class FakeStream:
         self._num_output_tokens = 0
         self._is_over = False
         self._aborted = asyncio.Event()
+        self._ended_by: EndedBy = "abort"
 
     def __aiter__(self) -> Self:
         return self
@@ -163,16 +165,17 @@ class FakeStream:
         self._is_over = True
         self._engine.live.discard(self._request.request_id)
         if self._aborted.is_set():
-            return self._finished("abort")
+            return self._finished(self._ended_by)
         if isinstance(end, ApiError):
             return RequestFailed(self._request.request_id, end)
         if isinstance(end, Exception):
             raise end
         return self._finished(end or "abort")
 
-    def abort(self) -> None:
+    def abort(self, reason: EndedBy = "abort") -> None:
         if not self._is_over and not self._aborted.is_set():
-            self._engine.note_abort(self._request.request_id)
+            self._engine.note_abort(self._request.request_id, reason)
+            self._ended_by = reason
         self._aborted.set()
 
     def _finished(self, reason: FinishReason) -> RequestFinished:
@@ -193,7 +196,7 @@ class FakeEngine:
     Attributes:
         requests: all that was submitted.
         live: ids of sequences that have neither ended nor been aborted.
-        aborted: ids of sequences aborted while they lived.
+        aborted: ids of sequences aborted while they lived; `abort_reasons` says why.
         refusals: raised by the next submissions, one each; None lets one pass.
     """
 
@@ -203,20 +206,25 @@ class FakeEngine:
         self.requests: list[GenerationRequest] = []
         self.live: set[str] = set()
         self.aborted: list[str] = []
+        self.abort_reasons: list[EndedBy] = []
         self.refusals: deque[Exception | None] = deque()
         self._news = asyncio.Event()
 
-    def submit(self, request: GenerationRequest) -> FakeStream:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
         if self.refusals and (refusal := self.refusals.popleft()) is not None:
             raise refusal
+        return [self._play(request) for request in requests]
+
+    def _play(self, request: GenerationRequest) -> FakeStream:
         script = self._scripts[min(len(self.requests), len(self._scripts) - 1)]
         self.requests.append(request)
         self.live.add(request.request_id)
         self._news.set()
         return FakeStream(self, request, script)
 
-    def note_abort(self, request_id: str) -> None:
+    def note_abort(self, request_id: str, reason: EndedBy) -> None:
         self.aborted.append(request_id)
+        self.abort_reasons.append(reason)
         self.live.discard(request_id)
         self._news.set()
 

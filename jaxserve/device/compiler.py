@@ -8,10 +8,13 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TypeVar
 
 import jax
 from jax.stages import Compiled, Lowered
+
+from jaxserve.errors import ConfigError
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -19,7 +22,17 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def use_compile_cache(folder: Path) -> None:
-    """Keep every compiled program in a folder, so that a second start need not compile it."""
+    """Keep every compiled program in a folder, so that a second start need not compile it.
+
+    Raises:
+        ConfigError: nothing can be written there, which JAX would only warn of.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--compile-cache {folder} cannot be used: {error}") from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

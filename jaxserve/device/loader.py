@@ -80,7 +80,8 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     runner = ModelRunner(loaded.params, config, plan, compiled)
     warm_up_s = runner.warm_up()
     logger.info(
-        "%s on %s (%s): loaded in %.1f s, compiled %d programs in %.1f s, warmed up in %.1f s",
+        "%s on %s (%s): loaded in %.1f s, %d programs compiled or read from the cache in %.1f s,"
+        " warmed up in %.1f s",
         config.model_type,
         device.device_kind,
         dtype,
@@ -147,8 +148,14 @@ def _make_plan(
         kv_bytes=kv_bytes,
         bytes_per_page=kv_bytes_per_page(config, dtype),
     )
-    if options.max_model_len is None:
-        longest = min(longest, max(budget.num_tokens, 2))
+    if options.max_model_len is None and budget.num_tokens < longest:
+        longest = max(budget.num_tokens, 2)
+        logger.info(
+            "the KV pages cut the context to %d of the model's %d tokens; --kv-cache-bytes sets"
+            " their size",
+            longest,
+            config.max_position,
+        )
     budget.check(longest)
     return plan_for(budget.num_pages, longest), budget
 

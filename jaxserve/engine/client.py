@@ -9,13 +9,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from jaxserve.engine.inbox import Abort, Inbox, Stop, Submit
 from jaxserve.errors import EngineDeadError, InvariantError, OverloadedError, UnavailableError
-from jaxserve.types import GenerationRequest, OutputEvent, TokenOutput
+from jaxserve.types import EndedBy, GenerationRequest, OutputEvent, TokenOutput
 
 Phase = Literal["loading", "compiling", "ready", "draining", "dead"]
 
@@ -78,12 +78,12 @@ class OutputStream:
             self._events.popleft()
         return TokenOutput(self.request_id, tuple(token_ids))
 
-    def abort(self) -> None:
+    def abort(self, reason: EndedBy = "abort") -> None:
         """Ask for the sequence's end; its terminal event still arrives. Idempotent."""
         if self._is_open and not self._is_aborted:
             self._is_aborted = True
             # Refused only by an engine that has stopped, whose last events end this stream anyway.
-            self._inbox.put(Abort(request_id=self.request_id))
+            self._inbox.put(Abort(request_id=self.request_id, reason=reason))
 
     def push(self, event: OutputEvent) -> None:
         """Append an event; a terminal one closes the stream. For EngineClient only."""
@@ -105,7 +105,7 @@ class EngineClient:
         max_waiting_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bound the queue: requests that have no first token yet, and their prompts' tokens."""
+        """Bound the queue: sequences that have no first token yet, and their prompts' tokens."""
         self._inbox = inbox
         self._max_waiting_requests = max_waiting_requests
         self._max_waiting_tokens = max_waiting_tokens
@@ -130,26 +130,31 @@ class EngineClient:
             if _RANK[status.phase] >= _RANK[self._status.phase]:
                 self._status = status
 
-    def submit(self, request: GenerationRequest) -> OutputStream:
-        """Queue a sequence and return its stream.
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[OutputStream]:
+        """Queue sequences that belong together, all or none, and return their streams.
 
         Raises:
             UnavailableError: the engine starts or drains.
-            OverloadedError: the queue is full.
+            OverloadedError: the queue has no room for them.
             EngineDeadError: the engine is gone.
         """
         self._check_accepting()
-        self._check_room(len(request.prompt_ids))
-        if request.request_id in self._streams:
-            raise InvariantError(f"request id {request.request_id!r} is live already")
+        num_tokens = sum(len(request.prompt_ids) for request in requests)
+        self._check_room(len(requests), num_tokens)
+        request_ids = {request.request_id for request in requests}
+        if len(request_ids) < len(requests) or not request_ids.isdisjoint(self._streams):
+            raise InvariantError(f"a request id of {sorted(request_ids)} is live already")
         self._loop = asyncio.get_running_loop()
-        if not self._inbox.put(Submit(request=request, arrival_s=self._clock())):
+        arrival_s = self._clock()
+        submits = [Submit(request=request, arrival_s=arrival_s) for request in requests]
+        if not self._inbox.put(*submits):
             raise EngineDeadError("the engine has stopped")
-        stream = OutputStream(request.request_id, self._inbox)
-        self._streams[request.request_id] = stream
-        self._waiting[request.request_id] = len(request.prompt_ids)
-        self._num_waiting_tokens += len(request.prompt_ids)
-        return stream
+        streams = [OutputStream(request.request_id, self._inbox) for request in requests]
+        for request, stream in zip(requests, streams, strict=True):
+            self._streams[request.request_id] = stream
+            self._waiting[request.request_id] = len(request.prompt_ids)
+        self._num_waiting_tokens += num_tokens
+        return streams
 
     def deliver(self, events: list[OutputEvent]) -> None:
         """Hand a step's events to their streams by one wake-up of the loop. Any thread."""
@@ -189,11 +194,13 @@ class EngineClient:
                 f"the server is {phase}", retry_after_s=_UNAVAILABLE_RETRY_AFTER_S
             )
 
-    def _check_room(self, num_tokens: int) -> None:
-        if len(self._waiting) >= self._max_waiting_requests:
-            limit = f"{self._max_waiting_requests} requests"
-        # A prompt larger than the bound is let in when it is alone: no request is refused for ever.
-        elif self._waiting and self._num_waiting_tokens + num_tokens > self._max_waiting_tokens:
+    def _check_room(self, num_sequences: int, num_tokens: int) -> None:
+        if not self._waiting:
+            # Larger than the bounds, it is let in alone: nothing is refused for ever.
+            return
+        if len(self._waiting) + num_sequences > self._max_waiting_requests:
+            limit = f"{self._max_waiting_requests} sequences"
+        elif self._num_waiting_tokens + num_tokens > self._max_waiting_tokens:
             limit = f"{self._max_waiting_tokens} prompt tokens"
         else:
             return

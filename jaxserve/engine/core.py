@@ -148,7 +148,7 @@ class EngineCore:
         if isinstance(command, Submit):
             self._submit(command)
         elif isinstance(command, Abort):
-            ended = self._scheduler.abort(command.request_id, self._clock())
+            ended = self._scheduler.abort(command.request_id, self._clock(), command.reason)
             if ended is not None:
                 self._events.append(ended)
         else:

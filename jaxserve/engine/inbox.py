@@ -8,7 +8,7 @@ its sender to be refused: none is lost.
 import threading
 from dataclasses import dataclass
 
-from jaxserve.types import GenerationRequest
+from jaxserve.types import EndedBy, GenerationRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Abort:
     """End this sequence now; no effect on one that has ended."""
 
     request_id: str
+    reason: EndedBy = "abort"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,12 @@ class Inbox:
         self._commands: list[Command] = []
         self._is_closed = False
 
-    def put(self, command: Command) -> bool:
-        """Queue a command; False where the inbox is closed and the command is refused."""
+    def put(self, *commands: Command) -> bool:
+        """Queue commands; False where the inbox is closed and all of them are refused."""
         with self._changed:
             if self._is_closed:
                 return False
-            self._commands.append(command)
+            self._commands += commands
             self._changed.notify()
             return True
 

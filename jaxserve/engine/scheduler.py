@@ -18,7 +18,7 @@ from jaxserve.engine.request import Request, RequestStatus
 from jaxserve.engine.runner import RunnerSizes
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, InvariantError
-from jaxserve.types import FinishReason, OutputEvent, RequestFinished, TokenOutput
+from jaxserve.types import EndedBy, FinishReason, OutputEvent, RequestFinished, TokenOutput
 
 
 class PageGrant(NamedTuple):
@@ -120,10 +120,12 @@ class Scheduler:
         self._live[request.request_id] = request
         self._waiting.append(request)
 
-    def abort(self, request_id: str, now_s: float) -> RequestFinished | None:
+    def abort(
+        self, request_id: str, now_s: float, reason: EndedBy = "abort"
+    ) -> RequestFinished | None:
         """End a request at once and return its terminal event; None where it has ended already."""
         request = self._live.get(request_id)
-        return None if request is None else self._finish(request, "abort", now_s)
+        return None if request is None else self._finish(request, reason, now_s)
 
     def schedule(self, now_s: float) -> Batch | None:
         """Plan the next step, as if what is in flight had settled.

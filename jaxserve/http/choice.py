@@ -6,7 +6,7 @@ However the ids are split into pushes, the joined text is the same. No I/O.
 from collections.abc import Sequence
 
 from jaxserve.text.detokenizer import Detokenizer
-from jaxserve.text.stop_strings import StopStrings
+from jaxserve.text.stop_strings import StopAutomaton, StopStrings
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -18,7 +18,7 @@ class ChoiceText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: tuple[str, ...], hidden_ids: frozenset[int]
+        self, tokenizer: Tokenizer, *, stop: StopAutomaton, hidden_ids: frozenset[int]
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = StopStrings(stop)

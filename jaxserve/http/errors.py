@@ -1,5 +1,7 @@
 """The one translation of errors into HTTP responses."""
 
+import logging
+
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -7,11 +9,14 @@ from starlette.responses import Response
 from jaxserve.errors import ApiError, InvariantError, MethodNotAllowedError, NotFoundError
 from jaxserve.openai.responses import error_body
 
+logger = logging.getLogger(__name__)
+
 INTERNAL_ERROR_MESSAGE = "An internal error ended this request; the server's log has the details."
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Write an error in OpenAI's shape, with Retry-After where it has one."""
+    logger.info("refused: %d %s: %s", error.status, error.code, error.message)
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)

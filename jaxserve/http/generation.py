@@ -14,7 +14,9 @@ from jaxserve.engine.client import EngineStatus
 from jaxserve.errors import UnavailableError
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.served_model import ServedModel
+from jaxserve.text.stop_strings import StopAutomaton
 from jaxserve.types import (
+    EndedBy,
     GenerationRequest,
     OutputEvent,
     RequestFinished,
@@ -30,7 +32,7 @@ class EventStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[OutputEvent]: ...
 
-    def abort(self) -> None:
+    def abort(self, reason: EndedBy = "abort") -> None:
         """End the sequence; its terminal event still comes. Repeating it does nothing."""
 
 
@@ -41,8 +43,8 @@ class Engine(Protocol):
     def status(self) -> EngineStatus:
         """What the engine is doing."""
 
-    def submit(self, request: GenerationRequest) -> EventStream:
-        """Queue a sequence, or raise OverloadedError, UnavailableError or EngineDeadError."""
+    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
+        """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +82,17 @@ class Generation:
         *,
         stop: tuple[str, ...],
     ) -> None:
-        """Submit all sequences; when the engine refuses one, those before it are aborted."""
+        """Submit all sequences, or none where the engine refuses."""
         self._requests = requests
+        automaton = StopAutomaton(stop)
         self._choices = [
-            ChoiceText(model.tokenizer, stop=stop, hidden_ids=model.end_token_ids) for _ in requests
+            ChoiceText(model.tokenizer, stop=automaton, hidden_ids=model.end_token_ids)
+            for _ in requests
         ]
         self._stats: list[RequestStats | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
         self._is_closed = False
-        self._streams: list[EventStream] = []
-        try:
-            for request in requests:
-                self._streams.append(engine.submit(request))
-        except BaseException:  # raised again: what was submitted must not run on without a reader
-            self._abort_all()
-            raise
+        self._streams = engine.submit(requests)
 
     async def outputs(self) -> AsyncGenerator[Delta | Ending, None]:
         """Yield every choice's deltas and then its ending, as they come.
@@ -110,7 +108,7 @@ class Generation:
                     if choice.stop_hit is None:
                         delta = Delta(index, *choice.push(event.token_ids))
                         if choice.stop_hit is not None:
-                            self._streams[index].abort()
+                            self._streams[index].abort("stop")
                         yield delta
                 elif isinstance(event, RequestFinished):
                     yield self._end(index, event)

@@ -3,6 +3,7 @@
 Pure ASGI, since Starlette's BaseHTTPMiddleware hides disconnects from the endpoints.
 """
 
+import asyncio
 import logging
 import re
 import uuid
@@ -12,7 +13,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve import logs
-from jaxserve.errors import EngineError
+from jaxserve.errors import ApiError, EngineError, UnavailableError
 from jaxserve.http.errors import INTERNAL_ERROR_MESSAGE, error_response
 from jaxserve.metrics import Metrics
 
@@ -45,16 +46,21 @@ class RequestMiddleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
+        async def fail(error: ApiError) -> None:
+            if status == _CLIENT_GONE:
+                await error_response(error)(scope, receive, send_with_id)
+
         token = logs.request_id.set(request_id)
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             pass
+        except asyncio.CancelledError:
+            # The server ends, and this is not done: its body never came, or nobody reads it.
+            await fail(UnavailableError("The server is stopping.", retry_after_s=5))
         except Exception:  # the last place where a bug can still be answered in the API's shape
             logger.exception("a request broke")
-            if status == _CLIENT_GONE:
-                response = error_response(EngineError(INTERNAL_ERROR_MESSAGE))
-                await response(scope, receive, send_with_id)
+            await fail(EngineError(INTERNAL_ERROR_MESSAGE))
         finally:
             logs.request_id.reset(token)
             self._metrics.observe_http(_endpoint(scope), status)

@@ -2,8 +2,8 @@
 
 Generation ends at the first character with which any stop string is complete; of several that end
 there, the longest counts. So the result does not depend on how the text is cut into parts. An
-automaton over all stop strings (Aho and Corasick's) reads each character once. One object per
-sequence, used by one thread.
+automaton over all stop strings (Aho and Corasick's) reads each character once; the sequences of a
+request share it.
 """
 
 from collections import deque
@@ -12,46 +12,10 @@ from collections.abc import Sequence
 from jaxserve.errors import InvariantError
 
 
-class StopStrings:
-    """The stop strings of one sequence; without any, text passes through untouched.
+class StopAutomaton:
+    """All stop strings of a request; state 0 has read nothing.
 
-    Attributes:
-        hit: the stop string that was found, or None so far.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self.hit: str | None = None
-        self._automaton = _Automaton(stops) if stops else None
-        self._state = 0
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """Return what the arrival of `text` releases; after a hit, nothing any more."""
-        automaton = self._automaton
-        if automaton is None:
-            return text
-        if self.hit is not None:
-            return ""
-        seen = self._held + text
-        for end, character in enumerate(text, len(self._held) + 1):
-            self._state = automaton.step(self._state, character)
-            self.hit = automaton.matches[self._state]
-            if self.hit is not None:
-                self._held = ""
-                return seen[: end - len(self.hit)]
-        # The state's depth is the length of the longest end of the text that begins a stop string.
-        released = len(seen) - automaton.depths[self._state]
-        self._held = seen[released:]
-        return seen[:released]
-
-    def finish(self) -> str:
-        """Return what is still held back: the text ends here, so it is no stop string."""
-        held, self._held = self._held, ""
-        return held
-
-
-class _Automaton:
-    """State 0 has read nothing; every other stands for a beginning of a stop string.
+    Every other state stands for a beginning of a stop string.
 
     Attributes:
         depths: by state, how many characters it stands for.
@@ -68,6 +32,11 @@ class _Automaton:
                 raise InvariantError("an empty stop string")
             self._insert(stop)
         self._link()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to look for."""
+        return len(self.depths) == 1
 
     def step(self, state: int, character: str) -> int:
         """Return the state after one more character."""
@@ -100,3 +69,41 @@ class _Automaton:
             for character, child in self._children[state].items():
                 self._fallbacks[child] = self.step(self._fallbacks[state], character)
                 queue.append(child)
+
+
+class StopStrings:
+    """The search in one sequence; without stop strings, text passes through untouched.
+
+    Attributes:
+        hit: the stop string that was found, or None so far.
+    """
+
+    def __init__(self, automaton: StopAutomaton) -> None:
+        self.hit: str | None = None
+        self._automaton = automaton
+        self._state = 0
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Return what the arrival of `text` releases; after a hit, nothing any more."""
+        automaton = self._automaton
+        if automaton.is_empty:
+            return text
+        if self.hit is not None:
+            return ""
+        seen = self._held + text
+        for end, character in enumerate(text, len(self._held) + 1):
+            self._state = automaton.step(self._state, character)
+            self.hit = automaton.matches[self._state]
+            if self.hit is not None:
+                self._held = ""
+                return seen[: end - len(self.hit)]
+        # The state's depth is the length of the longest end of the text that begins a stop string.
+        released = len(seen) - automaton.depths[self._state]
+        self._held = seen[released:]
+        return seen[:released]
+
+    def finish(self) -> str:
+        """Return what is still held back: the text ends here, so it is no stop string."""
+        held, self._held = self._held, ""
+        return held

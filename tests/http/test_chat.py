@@ -127,9 +127,9 @@ async def test_engine_ids_differ_where_clients_repeat_theirs(serve: Serve) -> No
     assert len({request.request_id for request in engine.requests}) == 4
 
 
-async def test_refused_sample_aborts_those_before_it(serve: Serve) -> None:
+async def test_refused_samples_leave_nothing_behind(serve: Serve) -> None:
     engine = FakeEngine(Script(end=None))
-    engine.refusals.extend([None, OverloadedError("full", retry_after_s=2)])
+    engine.refusals.append(OverloadedError("full", retry_after_s=2))
     reply = await post(serve(engine), CHAT, {**HI, "n": 3})
     assert (reply.status, reply.headers["retry-after"]) == (429, "2")
     assert reply.error["code"] == "queue_full"

@@ -1,35 +1,20 @@
 """The `openai` package against the application under uvicorn, on a loopback socket."""
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import openai
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 
 from jaxserve.errors import EngineDeadError, OverloadedError
 from jaxserve.http.config import HttpConfig
 from tests.fake_engine import FakeEngine, Script, ids
 from tests.http.conftest import Serve
+from tests.http.sockets import running
 
 MODEL = "org/byte-model"
-
-
-@asynccontextmanager
-async def running(app: Starlette) -> AsyncIterator[int]:
-    """Serve on a free port; yields it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-        listener.close()
 
 
 @asynccontextmanager

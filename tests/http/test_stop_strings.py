@@ -20,7 +20,7 @@ async def test_stop_string_over_tokens_ends_and_aborts(serve: Serve, stream: boo
     assert choices[-1]["stop_reason"] == "<END>"
     token_ids = [i for choice in choices for i in choice.get("token_ids", [])]
     assert token_ids == [*ids("a <END>")]
-    assert len(engine.aborted) == 1
+    assert engine.abort_reasons == ["stop"]
 
 
 async def test_usage_counts_up_to_the_completing_token(serve: Serve) -> None:

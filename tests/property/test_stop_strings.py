@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.text.stop_strings import StopStrings
+from jaxserve.text.stop_strings import StopAutomaton, StopStrings
 
 # Two letters, so that stop strings overlap, nest and repeat.
 WORDS = st.text("ab", min_size=1, max_size=5)
@@ -25,7 +25,7 @@ def naive(stops: list[str], text: str) -> tuple[str, str | None]:
     st.lists(st.integers(0, 30), max_size=8),
 )
 def test_any_split_equals_searching_the_whole(stops: list[str], text: str, cuts: list[int]) -> None:
-    stop_strings = StopStrings(stops)
+    stop_strings = StopStrings(StopAutomaton(stops))
     released = ""
     for start, end in pairwise([0, *sorted(cuts), len(text)]):
         released += stop_strings.push(text[start:end])

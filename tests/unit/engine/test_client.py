@@ -51,13 +51,18 @@ def ready_client(
     return client
 
 
+def submit(client: EngineClient, one: GenerationRequest) -> OutputStream:
+    (stream,) = client.submit([one])
+    return stream
+
+
 async def read(stream: OutputStream) -> list[OutputEvent]:
     return [event async for event in stream]
 
 
 async def test_submit_sends_the_request_to_the_device_thread() -> None:
     inbox = Inbox()
-    ready_client(inbox).submit(request())
+    submit(ready_client(inbox), request())
     [command] = inbox.take(block=False)
     assert isinstance(command, Submit)
     assert command.request == request()
@@ -65,7 +70,7 @@ async def test_submit_sends_the_request_to_the_device_thread() -> None:
 
 async def test_a_stream_ends_after_the_terminal_event() -> None:
     client = ready_client(Inbox())
-    stream = client.submit(request())
+    stream = submit(client, request())
     reader = asyncio.create_task(read(stream))
     await asyncio.sleep(0)
     client.deliver([TokenOutput("a", (7,))])
@@ -77,7 +82,7 @@ async def test_a_stream_ends_after_the_terminal_event() -> None:
 
 async def test_a_slow_reader_gets_the_tokens_it_missed_as_one_output() -> None:
     client = ready_client(Inbox())
-    stream = client.submit(request())
+    stream = submit(client, request())
     for token_id in range(5):
         client.deliver([TokenOutput("a", (token_id,))])
     client.deliver([finished()])
@@ -87,7 +92,7 @@ async def test_a_slow_reader_gets_the_tokens_it_missed_as_one_output() -> None:
 
 async def test_events_go_to_their_own_streams() -> None:
     client = ready_client(Inbox())
-    a, b = client.submit(request("a")), client.submit(request("b"))
+    a, b = submit(client, request("a")), submit(client, request("b"))
     client.deliver([TokenOutput("b", (1,)), finished("a"), finished("b")])
     assert await read(a) == [finished("a")]
     assert await read(b) == [TokenOutput("b", (1,)), finished("b")]
@@ -95,7 +100,7 @@ async def test_events_go_to_their_own_streams() -> None:
 
 async def test_a_cancelled_reader_does_not_break_the_stream() -> None:
     client = ready_client(Inbox())
-    stream = client.submit(request())
+    stream = submit(client, request())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(anext(stream), 0.001)
     client.deliver([finished()])
@@ -105,7 +110,7 @@ async def test_a_cancelled_reader_does_not_break_the_stream() -> None:
 async def test_abort_is_sent_once_and_not_after_the_end() -> None:
     inbox = Inbox()
     client = ready_client(inbox)
-    a, b = client.submit(request("a")), client.submit(request("b"))
+    a, b = submit(client, request("a")), submit(client, request("b"))
     client.deliver([finished("b")])
     await asyncio.sleep(0.001)
     inbox.take(block=False)
@@ -120,7 +125,7 @@ async def test_submit_is_refused_unless_ready(phase: Phase) -> None:
     client = EngineClient(Inbox(), max_waiting_requests=1, max_waiting_tokens=1)
     client.set_status(EngineStatus(phase=phase))
     with pytest.raises(UnavailableError) as refusal:
-        client.submit(request())
+        submit(client, request())
     assert refusal.value.retry_after_s
 
 
@@ -128,7 +133,7 @@ async def test_submit_to_a_dead_engine() -> None:
     client = ready_client(Inbox())
     client.set_status(EngineStatus(phase="dead"))
     with pytest.raises(EngineDeadError):
-        client.submit(request())
+        submit(client, request())
 
 
 async def test_submit_to_an_engine_that_has_just_died() -> None:
@@ -136,38 +141,53 @@ async def test_submit_to_an_engine_that_has_just_died() -> None:
     client = ready_client(inbox)
     inbox.close()
     with pytest.raises(EngineDeadError):
-        client.submit(request())
+        submit(client, request())
     await asyncio.wait_for(client.drain(), 1)
 
 
 async def test_a_live_request_id_is_not_taken_twice() -> None:
     client = ready_client(Inbox())
-    client.submit(request())
+    submit(client, request())
     with pytest.raises(InvariantError):
-        client.submit(request())
+        submit(client, request())
 
 
 async def test_the_queue_is_bounded_by_requests_until_a_first_token() -> None:
     client = ready_client(Inbox(), max_waiting_requests=2)
-    client.submit(request("a"))
-    client.submit(request("b"))
-    with pytest.raises(OverloadedError, match="2 requests") as refusal:
-        client.submit(request("c"))
+    submit(client, request("a"))
+    submit(client, request("b"))
+    with pytest.raises(OverloadedError, match="2 sequences") as refusal:
+        submit(client, request("c"))
     assert refusal.value.retry_after_s
     client.deliver([TokenOutput("a", (1,))])
     await asyncio.sleep(0.001)
-    client.submit(request("c"))
+    submit(client, request("c"))
 
 
 async def test_the_queue_is_bounded_by_prompt_tokens_but_never_for_a_lone_request() -> None:
     client = ready_client(Inbox(), max_waiting_tokens=10)
-    client.submit(request("large", num_prompt=50))
+    submit(client, request("large", num_prompt=50))
     with pytest.raises(OverloadedError, match="10 prompt tokens"):
-        client.submit(request("b"))
+        submit(client, request("b"))
     client.deliver([finished("large")])
     await asyncio.sleep(0.001)
-    client.submit(request("b", num_prompt=5))
-    client.submit(request("c", num_prompt=5))
+    submit(client, request("b", num_prompt=5))
+    submit(client, request("c", num_prompt=5))
+
+
+async def test_what_belongs_together_is_queued_whole_or_not_at_all() -> None:
+    inbox = Inbox()
+    client = ready_client(inbox, max_waiting_requests=2, max_waiting_tokens=8)
+    trio = [request(name) for name in "abc"]
+    # Larger than both bounds, yet not refused for ever: nothing else waits.
+    assert [stream.request_id for stream in client.submit(trio)] == ["a", "b", "c"]
+    client.deliver([finished(name) for name in "abc"])
+    await asyncio.sleep(0.001)
+    inbox.take(block=False)
+    submit(client, request("d"))
+    with pytest.raises(OverloadedError, match="2 sequences"):
+        client.submit([request("e"), request("f")])
+    assert [type(command) for command in inbox.take(block=False)] == [Submit]
 
 
 def test_status_does_not_return_from_draining_or_dead() -> None:
@@ -184,21 +204,21 @@ def test_delivery_to_a_closed_loop_is_dropped() -> None:
     client = ready_client(Inbox())
     client.deliver([finished("before any submit")])
 
-    async def submit() -> None:
-        client.submit(request())
+    async def submit_one() -> None:
+        submit(client, request())
 
-    asyncio.run(submit())
+    asyncio.run(submit_one())
     client.deliver([finished()])
 
 
 async def test_drain_waits_for_the_live_and_refuses_the_new() -> None:
     client = ready_client(Inbox())
-    client.submit(request())
+    submit(client, request())
     drained = asyncio.create_task(client.drain())
     await asyncio.sleep(0.001)
     assert not drained.done()
     with pytest.raises(UnavailableError):
-        client.submit(request("b"))
+        submit(client, request("b"))
     client.deliver([finished()])
     await asyncio.wait_for(drained, 1)
 
@@ -206,7 +226,7 @@ async def test_drain_waits_for_the_live_and_refuses_the_new() -> None:
 async def test_drain_aborts_what_outlasts_its_grace() -> None:
     inbox = Inbox()
     client = ready_client(inbox)
-    client.submit(request())
+    submit(client, request())
     drained = asyncio.create_task(client.drain(grace_s=0.001))
     await asyncio.sleep(0.05)
     assert inbox.take(block=False)[1:] == [Abort(request_id="a")]
@@ -245,7 +265,7 @@ async def test_client_and_loop_together() -> None:
     client = ready_client(inbox)
     requests = [request(str(number), num_prompt=1 + number, max_tokens=12) for number in range(8)]
     with running(FakeRunner(), client, inbox):
-        results = await asyncio.gather(*(read(client.submit(each)) for each in requests))
+        results = await asyncio.gather(*(read(submit(client, each)) for each in requests))
         await client.drain()
     for each, events in zip(requests, results, strict=True):
         token_ids = [
@@ -259,8 +279,8 @@ async def test_a_stream_that_nobody_reads_holds_nobody_up() -> None:
     inbox = Inbox()
     client = ready_client(inbox)
     with running(FakeRunner(), client, inbox):
-        client.submit(request("unread", max_tokens=40))
-        events = await read(client.submit(request("read", max_tokens=40)))
+        submit(client, request("unread", max_tokens=40))
+        events = await read(submit(client, request("read", max_tokens=40)))
         await asyncio.wait_for(client.drain(), 10)
     assert isinstance(events[-1], RequestFinished)
 
@@ -271,7 +291,7 @@ async def test_death_reaches_every_reader_and_ends_the_drain() -> None:
     runner = FakeRunner()
     runner.fail_at = {"decode": 3}
     with running(runner, client, inbox):
-        streams = [client.submit(request(str(number))) for number in range(6)]
+        streams = client.submit([request(str(number)) for number in range(6)])
         results = await asyncio.gather(*(read(stream) for stream in streams))
         await asyncio.wait_for(client.drain(), 10)
     assert all(isinstance(events[-1], RequestFailed) for events in results)
