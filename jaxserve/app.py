@@ -236,7 +236,7 @@ def make_scheduler(loaded: LoadedModel, *, prefill_stall_factor: float) -> Sched
     for program, duration_s in loaded.warm_up_s.items():
         if isinstance(program, DecodeBucket):
             scheduler.times.learn_decode(program.rows, duration_s)
-        else:
+        elif not program.scores:
             scheduler.times.learn_extend(program.bucket, duration_s)
     return scheduler
 

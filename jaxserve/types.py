@@ -4,11 +4,18 @@ Everything here is immutable. It knows nothing of HTTP, of text or of arrays.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxserve.errors import ApiError
 
 FinishReason = Literal["stop", "length", "abort"]
+MAX_LOGPROBS = 20
+"""Most likely tokens that are told for each position: OpenAI's limit."""
+
+MAX_BAD_WORDS = 64
+MAX_BAD_WORD_TOKENS = 8
+"""Bad words of one sequence, and tokens of one: the device keeps them for every slot."""
+
 EndedBy = Literal["stop", "abort"]
 """Why the reader of a sequence ends it: a stop string was found, or nobody wants the rest."""
 
@@ -25,6 +32,18 @@ class SamplingParams:
         top_p: keep the smallest set of most likely tokens whose mass reaches top_p; 1 keeps all.
         min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
         stop_token_ids: ids that end the sequence; empty when end ids are to be ignored.
+        min_tokens: none of those is sampled before so many tokens.
+        logit_bias: pairs of an id and what is added to its logit; an id occurs once.
+        allowed_token_ids: the only ids that may be sampled; None: all.
+        bad_words: sequences of at most MAX_BAD_WORD_TOKENS ids that never appear in the output; at
+            most MAX_BAD_WORDS.
+        presence_penalty: subtracted from the logits of generated ids; 0: none.
+        frequency_penalty: the same times the number of their occurrences.
+        repetition_penalty: divides positive logits of ids of prompt and output, and multiplies
+            negative ones; 1: none.
+        num_logprobs: most likely tokens to tell with each token, at most MAX_LOGPROBS, and its own
+            log-probability; None: nothing.
+        num_prompt_logprobs: the same for the prompt's tokens after the first.
     """
 
     max_tokens: int
@@ -34,18 +53,42 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: frozenset[int] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether ids are sampled from anything but the model's own logits."""
+        return bool(
+            (self.min_tokens and self.stop_token_ids)
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate.
 
-    `request_id` is unique among live sequences; `prompt_ids` is not empty.
+    `request_id` is unique among live sequences; `prompt_ids` is not empty. Of those that wait the
+    one with the least `priority` comes first, then the earliest.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +103,45 @@ class RequestStats:
     total_s: float
 
 
+class TokenLogprobs(NamedTuple):
+    """How likely a token was, by the model's own logits; natural logarithms, all finite.
+
+    Attributes:
+        rank: 1 for the most likely token.
+        top_ids: the most likely ids, the likeliest first, with `top_logprobs`.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+    def cut(self, num_top: int) -> "TokenLogprobs":
+        """Keep only so many of the most likely tokens."""
+        return self._replace(
+            top_ids=self.top_ids[:num_top], top_logprobs=self.top_logprobs[:num_top]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOutput:
+    """Log-probabilities of the prompt's next tokens; the first event's begin with its second."""
+
+    request_id: str
+    logprobs: tuple[TokenLogprobs, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Tokens that a step added to a sequence, in order, an end id included."""
+    """Tokens that a step added to a sequence, in order, an end id included.
+
+    `logprobs` has one entry for each where the request asks for them, else none.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,5 +161,7 @@ class RequestFailed:
     error: ApiError
 
 
-OutputEvent = TokenOutput | RequestFinished | RequestFailed
-"""Per sequence: any number of TokenOutput, then exactly one of the other two, always."""
+OutputEvent = PromptOutput | TokenOutput | RequestFinished | RequestFailed
+"""Per sequence: PromptOutputs and TokenOutputs, then exactly one of the other two, always."""
+
+TERMINAL_EVENTS = (RequestFinished, RequestFailed)

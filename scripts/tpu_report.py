@@ -22,7 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.plan import PAGE_SIZE, kv_bytes_per_page, make_plan
-from jaxserve.device.runner import Program, lowerings
+from jaxserve.device.runner import StepProgram, lowerings, step_programs
 from jaxserve.device.state import make_state
 from jaxserve.errors import InvariantError
 from jaxserve.models.config import ModelConfig
@@ -194,13 +194,16 @@ def tree_bytes(tree: object) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def floor_bytes(program: Program, config: ModelConfig, params: Params) -> int:
+def floor_bytes(program: StepProgram, config: ModelConfig, params: Params) -> int:
     """Return the bytes that must come from HBM: weights, and what each layer's attention reads.
 
-    An extend is counted without sampling, and for one sequence at full context.
+    An extend is counted for one sequence at full context, and without sampling unless it scores.
     """
     if isinstance(program, DecodeBucket):
         rows, new, num_layers, head = program.rows, 1, config.num_layers, [params.embed_VD]
+    elif program.scores:
+        rows, new, num_layers = 1, program.bucket.tokens, config.num_layers
+        head = [params.embed_VD]
     else:
         rows, new, num_layers, head = 1, program.bucket.tokens, config.num_writing_layers, []
     num_bytes = 0
@@ -211,11 +214,11 @@ def floor_bytes(program: Program, config: ModelConfig, params: Params) -> int:
     return num_bytes + tree_bytes((params.layers[:num_layers], params.ple_model_proj, head))
 
 
-def name_of(program: Program) -> str:
+def name_of(program: StepProgram) -> str:
     """Name a program as the options do."""
     if isinstance(program, DecodeBucket):
         return f"decode {program.rows}"
-    return f"extend {program.bucket.tokens}"
+    return f"{'score' if program.scores else 'extend'} {program.bucket.tokens}"
 
 
 def find_faults(
@@ -254,9 +257,10 @@ class Report:
             max_model_len=context,
             is_accelerator=True,
         )
+        lower = lowerings(self._plan, config, self._params)
         self.programs = {
-            name_of(program): (program, lower)
-            for program, lower in lowerings(self._plan, config, self._params).items()
+            name_of(program): (program, lower[program])
+            for program in step_programs(self._plan)
             if program.table_size == self._plan.table_sizes[-1]
         }
 
@@ -287,7 +291,7 @@ class Report:
         cells += [*(f"{ms:.2f}" for ms in times), str(num_sorts)]
         print("|", " | ".join(cells), "|", flush=True)
         limit_ms = self._limits_ms.get(program.rows) if isinstance(program, DecodeBucket) else None
-        state = jax.eval_shape(partial(make_state, self._plan.num_slots))
+        state = jax.eval_shape(partial(make_state, self._plan.num_slots, config.vocab_size))
         donated_bytes = kv_bytes + tree_bytes(state)
         faults = find_faults(hlo, memory.alias_size_in_bytes, donated_bytes, pools, limit_ms)
         return [f"{name}: {fault}" for fault in faults]

@@ -12,9 +12,11 @@ from jaxserve.metrics import Metrics
 from jaxserve.types import (
     GenerationRequest,
     OutputEvent,
+    PromptOutput,
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    TokenLogprobs,
     TokenOutput,
 )
 
@@ -61,6 +63,13 @@ def fake_generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> tuple[
     return tuple(token_ids[len(prompt_ids) :])
 
 
+def fake_logprobs(token_id: int) -> TokenLogprobs:
+    """Return what the fake model says of a token: three likeliest, itself first."""
+    return TokenLogprobs(
+        token_id, -token_id / 8, 1, (token_id, 5, 6), (-token_id / 8, -20.0, -21.0)
+    )
+
+
 @dataclass(eq=False)
 class FakeSlot:
     """What the device keeps of a slot."""
@@ -73,10 +82,19 @@ class FakeSlot:
 class FakePendingTokens:
     """Ids of one call, to be read once and in call order; reading waits on the fake clock."""
 
-    def __init__(self, runner: "FakeRunner", ids: list[int], done_s: float) -> None:
+    def __init__(
+        self, runner: "FakeRunner", ids: list[int], done_s: float, targets: Sequence[int]
+    ) -> None:
         self._runner = runner
+        self._targets = targets
         self._ids = ids
         self._done_s = done_s
+
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [fake_logprobs(token_id) for token_id in self._ids]
+
+    def target_logprobs(self) -> list[TokenLogprobs]:
+        return [fake_logprobs(token_id) for token_id in self._targets]
 
     def token_ids(self) -> list[int]:
         assert self._runner.unread.popleft() is self, "ids are read out of order, or twice"
@@ -131,9 +149,16 @@ class FakeRunner:
         if self.calls.count(name) == self.fail_at.get(name):
             raise RuntimeError(f"the device failed in {name}")
 
-    def open_slot(self, slot: int, sampling: SamplingParams) -> None:
+    def open_slot(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
         self.count_call("open_slot")
         assert 0 <= slot < self.num_slots
+        assert prompt_ids
         self._slots[slot] = FakeSlot(sampling)
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
@@ -157,7 +182,11 @@ class FakeRunner:
             for chunk in chunks
             if chunk.sample
         ]
-        return self._pending(sampled, self.extend_s_per_token * bucket.tokens)
+        targets = chunks[0].targets
+        if any(chunk.targets for chunk in chunks):
+            assert len(chunks) == 1
+            assert bucket == self.extend_buckets[0]
+        return self._pending(sampled, self.extend_s_per_token * bucket.tokens, targets)
 
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> FakePendingTokens:
         self.count_call("decode")
@@ -187,9 +216,11 @@ class FakeRunner:
         self._slots[slot].last_id = token_id
         return token_id
 
-    def _pending(self, ids: list[int], duration_s: float) -> FakePendingTokens:
+    def _pending(
+        self, ids: list[int], duration_s: float, targets: Sequence[int] = ()
+    ) -> FakePendingTokens:
         self._free_from_s = max(self._free_from_s, self.clock()) + duration_s
-        pending = FakePendingTokens(self, ids, self._free_from_s)
+        pending = FakePendingTokens(self, ids, self._free_from_s, targets)
         self.unread.append(pending)
         self.max_unread = max(self.max_unread, len(self.unread))
         return pending
@@ -272,6 +303,6 @@ class SteppedEngine:
     def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
         """Return the terminal event of a sequence; it must be the last and the only one."""
         *outputs, end = self.events_of(request_id)
-        assert all(isinstance(output, TokenOutput) for output in outputs)
-        assert not isinstance(end, TokenOutput)
+        assert all(isinstance(output, PromptOutput | TokenOutput) for output in outputs)
+        assert isinstance(end, RequestFinished | RequestFailed)
         return end

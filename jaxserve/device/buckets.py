@@ -30,12 +30,15 @@ class ExtendChunk:
     Attributes:
         sample: True where these are the last known tokens: the id at position start + len is
             sampled.
+        targets: the known ids that follow the first of these tokens, one each, where their
+            log-probabilities are wanted; such a chunk has an extend of the smallest bucket alone.
     """
 
     slot: int
     token_ids: Sequence[int]
     start: int
     sample: bool
+    targets: Sequence[int] = ()
 
 
 def smallest_extend(buckets: Sequence[ExtendBucket], lengths: Sequence[int]) -> ExtendBucket:

@@ -13,11 +13,12 @@ from typing import Literal
 
 import jax
 
-from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget
 from jaxserve.device.plan import DevicePlan, kv_bytes_per_page, make_plan, pages_for
-from jaxserve.device.runner import ModelRunner, Program, lowerings, program_shapes
+from jaxserve.device.programs import ExtendShape
+from jaxserve.device.runner import ModelRunner, StepProgram, lowerings, step_programs
+from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.params import Params
@@ -50,7 +51,7 @@ class LoadedModel:
 
     config: ModelConfig
     runner: ModelRunner
-    warm_up_s: dict[Program, float]
+    warm_up_s: dict[StepProgram, float]
 
 
 def load_model(folder: Path, options: LoadOptions, progress: Progress) -> LoadedModel:
@@ -132,6 +133,7 @@ def _make_plan(
             is_accelerator=device.platform != "cpu",
         )
 
+    state_bytes = state_num_bytes(options.max_batch, config.vocab_size)
     if device.platform == "cpu":
         limit_bytes, temp_bytes = _host_memory_bytes(), 0
         kv_bytes = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
@@ -140,10 +142,12 @@ def _make_plan(
         probe = plan_for(pages_for(longest) + 1, longest)
         limit_bytes = int(device.memory_stats()["bytes_limit"] * DEVICE_FRACTION)
         temp_bytes = _probe_temp_bytes(probe, config, params)
-        kv_bytes = options.kv_cache_bytes or limit_bytes - weight_bytes - temp_bytes
+        free_bytes = limit_bytes - weight_bytes - state_bytes - temp_bytes
+        kv_bytes = options.kv_cache_bytes or free_bytes
     budget = MemoryBudget(
         limit_bytes=limit_bytes,
         weight_bytes=weight_bytes,
+        state_bytes=state_bytes,
         temp_bytes=temp_bytes,
         kv_bytes=kv_bytes,
         bytes_per_page=kv_bytes_per_page(config, dtype),
@@ -169,9 +173,11 @@ def _host_memory_bytes() -> int | None:
 
 
 def _probe_temp_bytes(plan: DevicePlan, config: ModelConfig, params: Params) -> int:
-    """Compile the largest extend and the largest decode, and return what they need most."""
-    shapes = program_shapes(plan)
-    largest = (shapes[0], next(shape for shape in shapes if isinstance(shape, DecodeBucket)))
+    """Compile the largest of each kind of program, and return what they need most."""
+    largest: dict[object, StepProgram] = {}
+    for shape in step_programs(plan):  # the largest first
+        kind = shape.scores if isinstance(shape, ExtendShape) else type(shape)
+        largest.setdefault(kind, shape)
     lower = lowerings(plan, config, params)
-    probes = compile_all({shape: lower[shape] for shape in largest}, lambda done, total: None)
+    probes = compile_all({s: lower[s] for s in largest.values()}, lambda done, total: None)
     return max_temp_bytes(probes.values())

@@ -17,12 +17,14 @@ class MemoryBudget:
 
     Attributes:
         limit_bytes: what may be used in all (on a CPU the machine's memory); None: unknown.
+        state_bytes: what the slots keep between steps, mostly penalties and biases by token.
         temp_bytes: most that one program needs while it runs.
         kv_bytes: what the page pool may take.
     """
 
     limit_bytes: int | None
     weight_bytes: int
+    state_bytes: int
     temp_bytes: int
     kv_bytes: int
     bytes_per_page: int
@@ -43,6 +45,7 @@ class MemoryBudget:
         rows = [
             ("device limit", "none set" if self.limit_bytes is None else _gib(self.limit_bytes)),
             ("weights", _gib(self.weight_bytes)),
+            ("slots", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             ("KV pages", f"{_gib(self.kv_bytes)} = {self.num_pages} pages of {PAGE_SIZE} tokens"),
             ("KV tokens", f"{self.num_tokens}"),
@@ -52,7 +55,7 @@ class MemoryBudget:
 
     def check(self, max_model_len: int) -> None:
         """Refuse a pool that does not hold one sequence of full length, or exceeds the device."""
-        needed_bytes = self.weight_bytes + self.temp_bytes + self.kv_bytes
+        needed_bytes = self.weight_bytes + self.state_bytes + self.temp_bytes + self.kv_bytes
         if self.limit_bytes is not None and needed_bytes > self.limit_bytes:
             raise ConfigError(
                 "weights, programs and KV pages exceed the device; lower --kv-cache-bytes:\n"

@@ -2,7 +2,7 @@
 
 Pure functions of (params, cache, state, staged data); cache and state are donated. They share the
 model's layers and know nothing of requests. B decode rows; extend: N flat tokens in R blocks of n
-sequences.
+sequences. What they return of each row is a result of device/logprobs.py.
 """
 
 from dataclasses import dataclass, replace
@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.device import logprobs
+from jaxserve.device.adjustments import Adjustments, adjust, count_tokens
 from jaxserve.device.buckets import ExtendBucket
 from jaxserve.device.sampling import sample
-from jaxserve.device.state import Column, DecodeState, read_sampling
+from jaxserve.device.state import Column, DecodeState, read_adjustments, read_sampling
 from jaxserve.models.attention import PagedRows
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
@@ -26,12 +28,17 @@ BLOCK_FIELDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendShape:
-    """The static sizes of one extend program."""
+    """The static sizes of one extend program.
+
+    Attributes:
+        scores: whether each token is scored as well, for a prompt's log-probabilities.
+    """
 
     bucket: ExtendBucket
     num_sequences: int
     table_size: int
     chunk_pages: int
+    scores: bool = False
 
     @property
     def num_blocks(self) -> int:
@@ -42,10 +49,18 @@ class ExtendShape:
         return Column.TABLE + self.table_size
 
     @property
+    def rows_start(self) -> int:
+        """Where the sequences' rows begin, behind the tokens and the blocks."""
+        return self.bucket.tokens + self.num_blocks * BLOCK_FIELDS
+
+    @property
+    def targets_start(self) -> int:
+        """Where the scored ids begin, behind the rows."""
+        return self.rows_start + self.num_sequences * self.row_size
+
+    @property
     def staged_size(self) -> int:
-        return (
-            self.bucket.tokens + self.num_blocks * BLOCK_FIELDS + self.num_sequences * self.row_size
-        )
+        return self.targets_start + (self.bucket.tokens if self.scores else 0)
 
 
 def decode(
@@ -57,14 +72,16 @@ def decode(
     config: ModelConfig,
     chunk_pages: int,
 ) -> tuple[KVCache, DecodeState, jax.Array]:
-    """Run each row's last sampled token and sample the next; returns the ids, int32 [B]."""
+    """Run each row's last sampled token and sample the next; returns results [B, RESULT_SIZE]."""
     slot_B = staged_BF[:, Column.SLOT]
     rows = _single_tokens(staged_BF)
     ids_B = state.last_token_S[slot_B]
+    tables = count_tokens(state.adjustments, read_adjustments(staged_BF), ids_B)
     stream, cache = run_writing_layers(params, config, ids_B, cache, rows, chunk_pages=chunk_pages)
     x_BD = run_reading_layers(params, config, stream, cache, rows, chunk_pages=chunk_pages)
-    ids_B = sample(logits(params, config, x_BD), read_sampling(staged_BF))
-    return cache, _store_tokens(state, slot_B, ids_B), ids_B
+    result_BC = _sample(logits(params, config, x_BD), staged_BF, tables)
+    state = replace(state, adjustments=tables)
+    return cache, _store_tokens(state, slot_B, result_BC), result_BC
 
 
 def extend(
@@ -76,11 +93,12 @@ def extend(
     config: ModelConfig,
     shape: ExtendShape,
     scratch_slot: int,
-) -> tuple[KVCache, DecodeState, jax.Array]:
+) -> tuple[KVCache, DecodeState, jax.Array, jax.Array | None]:
     """Write the sequences' new tokens; sample for those whose slot is not the scratch slot.
 
     Layers that own no cache, and the head, run for the sampled positions alone, and only if there
-    are any. Returns int32 ids [n], meaningless where nothing was sampled.
+    are any; where the shape scores, for all positions. Returns results [n, RESULT_SIZE],
+    meaningless where nothing was sampled, and scores [N, RESULT_SIZE] of the target ids.
     """
     ids_N, rows, rows_nF = unpack_extend(staged, shape)
     stream, cache = run_writing_layers(
@@ -97,18 +115,27 @@ def extend(
             _single_tokens(rows_nF),
             chunk_pages=shape.chunk_pages,
         )
-        return sample(logits(params, config, x_nD), read_sampling(rows_nF))
+        return _sample(logits(params, config, x_nD), rows_nF, state.adjustments)
 
-    ids_n = lax.cond(jnp.any(slot_n != scratch_slot), sampled, lambda: jnp.zeros_like(slot_n))
-    return cache, _store_tokens(state, slot_n, ids_n), ids_n
+    def nothing() -> jax.Array:
+        return jnp.zeros((shape.num_sequences, logprobs.RESULT_SIZE), jnp.int32)
+
+    result_nC: jax.Array = lax.cond(jnp.any(slot_n != scratch_slot), sampled, nothing)
+    scores_NC = None
+    if shape.scores:
+        x_ND = run_reading_layers(
+            params, config, stream, cache, rows, chunk_pages=shape.chunk_pages
+        )
+        scores_NC = logprobs.score(logits(params, config, x_ND), staged[shape.targets_start :])
+    return cache, _store_tokens(state, slot_n, result_nC), result_nC, scores_NC
 
 
 def unpack_extend(staged: jax.Array, shape: ExtendShape) -> tuple[jax.Array, PagedRows, jax.Array]:
     """Take an extend's staged data apart: ids [N], blocks as rows, sequences' rows [n, F]."""
     tokens, blocks = shape.bucket.tokens, shape.num_blocks
-    end = tokens + blocks * BLOCK_FIELDS
-    sequence_R, start_R, num_valid_R = staged[tokens:end].reshape(blocks, BLOCK_FIELDS).T
-    rows_nF = staged[end:].reshape(shape.num_sequences, shape.row_size)
+    blocks_R3 = staged[tokens : shape.rows_start].reshape(blocks, BLOCK_FIELDS)
+    sequence_R, start_R, num_valid_R = blocks_R3.T
+    rows_nF = staged[shape.rows_start : shape.targets_start].reshape(-1, shape.row_size)
     rows = PagedRows(
         start_R=start_R,
         num_valid_R=num_valid_R,
@@ -129,5 +156,18 @@ def _single_tokens(rows_BF: jax.Array) -> PagedRows:
     )
 
 
-def _store_tokens(state: DecodeState, slot_B: jax.Array, ids_B: jax.Array) -> DecodeState:
+def _sample(logits_VB: jax.Array, rows_BF: jax.Array, tables: Adjustments) -> jax.Array:
+    """Sample for each row, and tell what it wants to know; returns results [B, RESULT_SIZE]."""
+    sampling, adjusting = read_sampling(rows_BF), read_adjustments(rows_BF)
+    ids_B = sample(
+        logits_VB,
+        sampling,
+        adjusting.is_used,
+        lambda logits_BV: adjust(logits_BV, tables, adjusting, sampling.position),
+    )
+    return logprobs.results(logits_VB, ids_B, rows_BF[:, Column.WANTS_LOGPROBS] != 0)
+
+
+def _store_tokens(state: DecodeState, slot_B: jax.Array, result_BC: jax.Array) -> DecodeState:
+    ids_B = result_BC[:, logprobs.ID]
     return replace(state, last_token_S=state.last_token_S.at[slot_B].set(ids_B))

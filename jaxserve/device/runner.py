@@ -5,14 +5,17 @@ Device thread only. Calls return once the work is queued; the device runs it in 
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled, Lowered
 
-from jaxserve.device import programs
+from jaxserve.device import logprobs, programs
+from jaxserve.device.adjustments import PIECE_SIZE, padding_piece, table_pieces, write_piece
 from jaxserve.device.buckets import (
     DecodeBucket,
     ExtendBucket,
@@ -23,30 +26,59 @@ from jaxserve.device.buckets import (
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
 from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state
+from jaxserve.errors import InvariantError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
 from jaxserve.models.params import Params
-from jaxserve.types import SamplingParams
+from jaxserve.types import SamplingParams, TokenLogprobs
 
-Program = DecodeBucket | ExtendShape
-"""What a program is compiled for."""
+StepProgram = DecodeBucket | ExtendShape
+"""What a step's program is compiled for."""
+
+Program = StepProgram | Literal["write_table"]
+"""What a program is compiled for; the last one writes a piece of a slot's adjustments."""
 
 
-class PendingIds:
-    """Ids that a queued program will sample; rows names those that were asked for."""
+class PendingResults:
+    """What a queued program will sample.
 
-    def __init__(self, ids_B: jax.Array, rows: Sequence[int]) -> None:
-        self._ids_B = ids_B
+    Args:
+        result_BC: a result of device/logprobs.py for each of the program's rows.
+        rows: those that were asked for.
+        scores_NC: results of the target ids, where there are any.
+        num_targets: how many.
+    """
+
+    def __init__(
+        self,
+        result_BC: jax.Array,
+        rows: Sequence[int],
+        scores_NC: jax.Array | None = None,
+        num_targets: int = 0,
+    ) -> None:
+        self._result_BC = result_BC
         self._rows = rows
+        self._scores_NC = scores_NC
+        self._num_targets = num_targets
 
     def token_ids(self) -> list[int]:
         """Wait for the program; return the ids in the order they were asked for."""
-        ids: list[int] = np.asarray(self._ids_B).tolist()
+        ids: list[int] = np.asarray(self._result_BC)[:, logprobs.ID].tolist()
         return [ids[row] for row in self._rows]
 
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Return those ids' log-probabilities; meaningless for rows that did not want them."""
+        result_BC = np.asarray(self._result_BC)
+        return [logprobs.read_result(result_BC[row]) for row in self._rows]
 
-def program_shapes(plan: DevicePlan) -> list[Program]:
-    """List every program that serving can need, the largest first."""
+    def target_logprobs(self) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the chunk's targets."""
+        scores_NC = np.asarray(self._scores_NC)[: self._num_targets]
+        return [logprobs.read_result(score_C) for score_C in scores_NC]
+
+
+def step_programs(plan: DevicePlan) -> list[StepProgram]:
+    """List every step program that serving can need, of each kind the largest first."""
     decodes = [
         DecodeBucket(rows=rows, table_size=table_size)
         for rows in plan.row_buckets
@@ -57,7 +89,11 @@ def program_shapes(plan: DevicePlan) -> list[Program]:
         for bucket in plan.extend_buckets
         for table_size in plan.table_sizes
     ]
-    return [*reversed(extends), *reversed(decodes)]
+    scoring = [
+        replace(_extend_shape(plan, plan.extend_buckets[0], table_size), scores=True)
+        for table_size in plan.table_sizes
+    ]
+    return [*reversed(extends), *reversed(scoring), *reversed(decodes)]
 
 
 def lowerings(
@@ -65,19 +101,27 @@ def lowerings(
 ) -> dict[Program, Callable[[], Lowered]]:
     """Return what to call to lower each program; `params` may be arrays or their shapes."""
     cache = jax.eval_shape(lambda: _make_cache(plan, config))
-    state = jax.eval_shape(lambda: make_state(plan.num_slots))
+    state = jax.eval_shape(lambda: make_state(plan.num_slots, config.vocab_size))
 
     def lower(program: Program) -> Lowered:
+        if program == "write_table":
+            piece = jax.ShapeDtypeStruct((PIECE_SIZE,), jnp.int32)
+            return jax.jit(_write_piece, donate_argnums=0).lower(state, piece)
         function, staged_shape = _step_function(program, plan, config)
         staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
 
-    return {program: partial(lower, program) for program in program_shapes(plan)}
+    all_programs: list[Program] = [*step_programs(plan), "write_table"]
+    return {program: partial(lower, program) for program in all_programs}
+
+
+def _write_piece(state: DecodeState, piece: jax.Array) -> DecodeState:
+    return replace(state, adjustments=write_piece(state.adjustments, piece))
 
 
 def _step_function(
-    program: Program, plan: DevicePlan, config: ModelConfig
-) -> tuple[Callable[..., tuple[KVCache, DecodeState, jax.Array]], tuple[int, ...]]:
+    program: StepProgram, plan: DevicePlan, config: ModelConfig
+) -> tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]:
     """Return a program's function of (params, cache, state, staged) and its staged data's shape."""
     if isinstance(program, DecodeBucket):
         decode = partial(programs.decode, config=config, chunk_pages=plan.chunk_pages)
@@ -114,7 +158,7 @@ class ModelRunner:
         self._plan = plan
         self._programs = compiled
         self._cache = _make_cache(plan, config)
-        self._state = make_state(plan.num_slots)
+        self._state = make_state(plan.num_slots, config.vocab_size)
         self._host_rows = HostRows(plan.num_slots, plan.table_sizes[-1])
 
     @property
@@ -142,15 +186,23 @@ class ModelRunner:
         """Ascending by tokens."""
         return self._plan.extend_buckets
 
-    def open_slot(self, slot: int, sampling: SamplingParams) -> None:
-        """Give the slot to a new sequence: its sampling, an empty page table."""
-        self._host_rows.open(slot, sampling)
+    def open_slot(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Give the slot to a sequence: its sampling, the ids so far, an empty page table."""
+        self._host_rows.open(slot, sampling, len(prompt_ids))
+        for piece in table_pieces(slot, sampling, prompt_ids, output_ids):
+            self._write_table(piece)
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
         """Set entries [start, start + len(pages)) of the slot's page table."""
         self._host_rows.set_pages(slot, start, pages)
 
-    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingIds:
+    def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingResults:
         """Run each slot's last sampled id at its position and sample the next one."""
         bucket = DecodeBucket(
             rows=smallest_fitting(self._plan.row_buckets, len(slots)),
@@ -160,20 +212,29 @@ class ModelRunner:
         staged[: len(positions), Column.POSITION] = positions
         return self._run(bucket, staged, range(len(slots)))
 
-    def extend(self, chunks: Sequence[ExtendChunk]) -> PendingIds:
+    def extend(self, chunks: Sequence[ExtendChunk]) -> PendingResults:
         """Write the chunks' tokens; sample for those that hold a sequence's last known one."""
         lengths = [len(chunk.token_ids) for chunk in chunks]
         bucket = smallest_extend(self.extend_buckets, lengths)
         longest = max(chunk.start + len(chunk.token_ids) for chunk in chunks)
-        shape = _extend_shape(self._plan, bucket, self._table_size(longest))
+        num_targets = sum(len(chunk.targets) for chunk in chunks)
+        if num_targets and (len(chunks) > 1 or bucket != self.extend_buckets[0]):
+            raise InvariantError(f"{len(chunks)} chunks of {lengths} tokens are to be scored")
+        shape = replace(
+            _extend_shape(self._plan, bucket, self._table_size(longest)), scores=num_targets > 0
+        )
         staged = self._stage_extend(chunks, shape)
-        return self._run(shape, staged, [i for i, chunk in enumerate(chunks) if chunk.sample])
+        if num_targets:
+            staged[shape.targets_start :][:num_targets] = chunks[0].targets
+        sampled = [i for i, chunk in enumerate(chunks) if chunk.sample]
+        return self._run(shape, staged, sampled, num_targets)
 
-    def warm_up(self) -> dict[Program, float]:
+    def warm_up(self) -> dict[StepProgram, float]:
         """Run every program once on padding; return their seconds, a first guess of a step's."""
         no_slots: list[int] = []
         durations_s = {}
-        for program in self._programs:
+        self._write_table(padding_piece(self._host_rows.scratch_slot))
+        for program in step_programs(self._plan):
             if isinstance(program, DecodeBucket):
                 staged = self._host_rows.stage(no_slots, program.rows, program.table_size)
             else:
@@ -196,8 +257,7 @@ class ModelRunner:
         rows_nF[: len(slots), Column.SLOT] = slots
         staged = np.zeros(shape.staged_size, np.int32)
         tokens_RT = staged[: shape.bucket.tokens].reshape(num_blocks, block)
-        end = shape.bucket.tokens + num_blocks * BLOCK_FIELDS
-        blocks_R3 = staged[shape.bucket.tokens : end].reshape(num_blocks, BLOCK_FIELDS)
+        blocks_R3 = staged[shape.bucket.tokens : shape.rows_start].reshape(-1, BLOCK_FIELDS)
         first = 0
         for i, chunk in enumerate(chunks):
             length = len(chunk.token_ids)
@@ -211,11 +271,17 @@ class ModelRunner:
             rows_nF[i, Column.POSITION] = chunk.start + length - 1
             rows_nF[i, Column.TOKEN_INDEX] = first * block + length - 1
             first = last
-        staged[end:] = rows_nF.reshape(-1)
+        staged[shape.rows_start : shape.targets_start] = rows_nF.reshape(-1)
         return staged
 
-    def _run(self, program: Program, staged: Int32Array, rows: Sequence[int]) -> PendingIds:
-        self._cache, self._state, ids = self._programs[program](
+    def _run(
+        self, program: StepProgram, staged: Int32Array, rows: Sequence[int], num_targets: int = 0
+    ) -> PendingResults:
+        self._cache, self._state, *results = self._programs[program](
             self._params, self._cache, self._state, staged
         )
-        return PendingIds(ids, rows)
+        scores_NC = results[1] if num_targets else None
+        return PendingResults(results[0], rows, scores_NC, num_targets)
+
+    def _write_table(self, piece: Int32Array) -> None:
+        self._state = self._programs["write_table"](self._state, piece)

@@ -41,15 +41,36 @@ class SamplingRows:
     position: jax.Array
 
 
-def sample(logits_VB: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Return int32 ids [B]; at temperature 0 the most likely token, the lowest of equals."""
+def sample(
+    logits_VB: jax.Array,
+    rows: SamplingRows,
+    is_adjusted_B: jax.Array,
+    adjust: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """Return int32 ids [B]; at temperature 0 the most likely token, the lowest of equals.
+
+    `adjust` takes logits [B, V] and returns those to sample from; it runs only if any row is
+    adjusted.
+    """
     greedy_B = _argmax(logits_VB)
     is_random_B = rows.temperature > 0
 
-    def drawn() -> jax.Array:
-        return jnp.where(is_random_B, _draw(logits_VB.T, rows), greedy_B)
+    def other() -> jax.Array:
+        def adjusted() -> tuple[jax.Array, jax.Array]:
+            logits_BV = adjust(logits_VB.T)
+            return logits_BV, jnp.where(is_adjusted_B, _argmax(logits_BV.T), greedy_B)
 
-    ids_B: jax.Array = lax.cond(jnp.any(is_random_B), drawn, lambda: greedy_B)
+        logits_BV, best_B = lax.cond(
+            jnp.any(is_adjusted_B), adjusted, lambda: (logits_VB.T, greedy_B)
+        )
+        ids_B: jax.Array = lax.cond(
+            jnp.any(is_random_B),
+            lambda: jnp.where(is_random_B, _draw(logits_BV, rows), best_B),
+            lambda: best_B,
+        )
+        return ids_B
+
+    ids_B: jax.Array = lax.cond(jnp.any(is_random_B | is_adjusted_B), other, lambda: greedy_B)
     return ids_B
 
 

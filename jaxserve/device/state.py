@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from jaxserve.device.adjustments import AdjustmentRows, Adjustments, make_adjustments
 from jaxserve.device.sampling import SamplingRows
 from jaxserve.types import SamplingParams
 
@@ -31,50 +32,77 @@ class Column(IntEnum):
     MIN_P = 5
     SEED_LOW = 6
     SEED_HIGH = 7
-    TOKEN_INDEX = 8  # extend: where the row's last known token lies in the flat tokens
-    TABLE = 9
+    WANTS_LOGPROBS = 8
+    ADJUSTS = 9  # whether the columns up to MIN_POSITION, and the slot's table, are used
+    PRESENCE_PENALTY = 10
+    FREQUENCY_PENALTY = 11
+    REPETITION_PENALTY = 12
+    MIN_POSITION = 13  # the first position that an end id may be sampled for
+    TOKEN_INDEX = 14  # extend: where the row's last known token lies in the flat tokens
+    TABLE = 15
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeState:
-    """What stays on the device between steps, int32 [S + 1] each.
+    """What stays on the device between steps, int32 [S + 1] each but for the tables.
 
     Attributes:
         last_token_S: the id each slot sampled last: the input of its next decode.
         grammar_state_S: automaton state of the slot's grammar; 0: free.
         grammar_offset_S: where the slot's grammar tables begin.
+        adjustments: what the slots' requests do to the logits.
     """
 
     last_token_S: jax.Array
     grammar_state_S: jax.Array
     grammar_offset_S: jax.Array
+    adjustments: Adjustments
 
 
-def make_state(num_slots: int) -> DecodeState:
+def make_state(num_slots: int, vocab_size: int) -> DecodeState:
     """Return the state of empty slots."""
     return DecodeState(
         last_token_S=jnp.zeros(num_slots + 1, jnp.int32),
         grammar_state_S=jnp.zeros(num_slots + 1, jnp.int32),
         grammar_offset_S=jnp.zeros(num_slots + 1, jnp.int32),
+        adjustments=make_adjustments(num_slots, vocab_size),
+    )
+
+
+def state_num_bytes(num_slots: int, vocab_size: int) -> int:
+    """Return the bytes of the state."""
+    shapes = jax.eval_shape(lambda: make_state(num_slots, vocab_size))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def read_adjustments(rows_BF: jax.Array) -> AdjustmentRows:
+    """Take what adjusts the logits out of staged rows, on the device."""
+    return AdjustmentRows(
+        slot=rows_BF[:, Column.SLOT],
+        is_used=rows_BF[:, Column.ADJUSTS] != 0,
+        presence_penalty=_as_float(rows_BF[:, Column.PRESENCE_PENALTY]),
+        frequency_penalty=_as_float(rows_BF[:, Column.FREQUENCY_PENALTY]),
+        repetition_penalty=_as_float(rows_BF[:, Column.REPETITION_PENALTY]),
+        min_position=rows_BF[:, Column.MIN_POSITION],
     )
 
 
 def read_sampling(rows_BF: jax.Array) -> SamplingRows:
     """Take the sampling parameters out of staged rows, on the device."""
-
-    def as_float(column: Column) -> jax.Array:
-        return lax.bitcast_convert_type(rows_BF[:, column], jnp.float32)
-
     seed = rows_BF[:, Column.SEED_LOW : Column.SEED_HIGH + 1]
     return SamplingRows(
-        temperature=as_float(Column.TEMPERATURE),
+        temperature=_as_float(rows_BF[:, Column.TEMPERATURE]),
         top_k=rows_BF[:, Column.TOP_K],
-        top_p=as_float(Column.TOP_P),
-        min_p=as_float(Column.MIN_P),
+        top_p=_as_float(rows_BF[:, Column.TOP_P]),
+        min_p=_as_float(rows_BF[:, Column.MIN_P]),
         seed=lax.bitcast_convert_type(seed, jnp.uint32),
         position=rows_BF[:, Column.POSITION] + 1,
     )
+
+
+def _as_float(bits_B: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(bits_B, jnp.float32)
 
 
 class HostRows:
@@ -85,7 +113,7 @@ class HostRows:
         self._rows: Int32Array = np.zeros((num_slots + 1, Column.TABLE + table_size), np.int32)
         self._rows[:, Column.SLOT] = np.arange(num_slots + 1)
 
-    def open(self, slot: int, sampling: SamplingParams) -> None:
+    def open(self, slot: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
         """Set a slot's sampling and empty its page table."""
         row = self._rows[slot]
         floats = row.view(np.float32)
@@ -94,6 +122,12 @@ class HostRows:
         floats[Column.TEMPERATURE] = sampling.temperature
         floats[Column.TOP_P] = sampling.top_p
         floats[Column.MIN_P] = sampling.min_p
+        row[Column.WANTS_LOGPROBS] = sampling.num_logprobs is not None
+        row[Column.ADJUSTS] = sampling.adjusts_logits
+        floats[Column.PRESENCE_PENALTY] = sampling.presence_penalty
+        floats[Column.FREQUENCY_PENALTY] = sampling.frequency_penalty
+        floats[Column.REPETITION_PENALTY] = sampling.repetition_penalty
+        row[Column.MIN_POSITION] = num_prompt_tokens + sampling.min_tokens
         seed = np.array([sampling.seed], "<u8").view("<i4")
         row[Column.SEED_LOW : Column.SEED_HIGH + 1] = seed
 

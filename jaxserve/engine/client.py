@@ -15,7 +15,7 @@ from typing import Literal, Self
 
 from jaxserve.engine.inbox import Abort, Inbox, Stop, Submit
 from jaxserve.errors import EngineDeadError, InvariantError, OverloadedError, UnavailableError
-from jaxserve.types import EndedBy, GenerationRequest, OutputEvent, TokenOutput
+from jaxserve.types import TERMINAL_EVENTS, EndedBy, GenerationRequest, OutputEvent, TokenOutput
 
 Phase = Literal["loading", "compiling", "ready", "draining", "dead"]
 
@@ -72,11 +72,12 @@ class OutputStream:
         return event
 
     def _merge_tokens(self, first: TokenOutput) -> TokenOutput:
-        token_ids = list(first.token_ids)
+        token_ids, logprobs = list(first.token_ids), list(first.logprobs)
         while self._events and type(event := self._events[0]) is TokenOutput:
             token_ids += event.token_ids
+            logprobs += event.logprobs
             self._events.popleft()
-        return TokenOutput(self.request_id, tuple(token_ids))
+        return TokenOutput(self.request_id, tuple(token_ids), tuple(logprobs))
 
     def abort(self, reason: EndedBy = "abort") -> None:
         """Ask for the sequence's end; its terminal event still arrives. Idempotent."""
@@ -88,7 +89,7 @@ class OutputStream:
     def push(self, event: OutputEvent) -> None:
         """Append an event; a terminal one closes the stream. For EngineClient only."""
         self._events.append(event)
-        if type(event) is not TokenOutput:
+        if type(event) in TERMINAL_EVENTS:
             self._is_open = False
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -212,10 +213,10 @@ class EngineClient:
         for event in events:
             request_id = event.request_id
             self._num_waiting_tokens -= self._waiting.pop(request_id, 0)
-            if type(event) is TokenOutput:
-                self._streams[request_id].push(event)
-            else:
+            if type(event) in TERMINAL_EVENTS:
                 self._streams.pop(request_id).push(event)
+            else:
+                self._streams[request_id].push(event)
         self._note_if_drained()
 
     def _note_if_drained(self) -> None:

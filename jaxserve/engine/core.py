@@ -16,7 +16,7 @@ from typing import NamedTuple
 from jaxserve.engine.inbox import Abort, Command, Inbox, Submit
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import PendingTokens, Runner
-from jaxserve.engine.scheduler import Batch, Scheduler
+from jaxserve.engine.scheduler import Batch, Scheduler, StepResults
 from jaxserve.errors import ApiError, EngineDeadError, InvariantError
 from jaxserve.metrics import Metrics
 from jaxserve.types import OutputEvent, RequestFailed, RequestFinished
@@ -169,7 +169,9 @@ class EngineCore:
         streams then see one even gap, decode plus chunk, and not two chunks round a decode.
         """
         for request in batch.admitted:
-            self._runner.open_slot(request.slot, request.sampling)
+            self._runner.open_slot(
+                request.slot, request.sampling, request.prompt_ids, request.output_ids
+            )
         for slot, start, pages in batch.page_grants:
             self._runner.set_pages(slot, start, pages)
         extended = self._runner.extend(batch.chunks) if batch.chunks else None
@@ -184,23 +186,31 @@ class EngineCore:
         if step is None:
             return 0.0
         batch = step.batch
-        token_ids: list[int] = []
+        results = StepResults()
         asked_s = self._clock()
         # The device began this step when it was queued, or when it had done the one before.
         begun_s = done_s = max(step.dispatched_s, self._settled_s)
-        if step.extended is not None and batch.bucket is not None:
-            token_ids += step.extended.token_ids()
+        if step.extended is not None:
+            results.token_ids += step.extended.token_ids()
             extend_done_s = self._clock()
-            self._scheduler.times.learn_extend(batch.bucket, extend_done_s - done_s)
+            if batch.bucket is not None:
+                self._scheduler.times.learn_extend(batch.bucket, extend_done_s - done_s)
             done_s = extend_done_s
         if step.decoded is not None:
-            token_ids += step.decoded.token_ids()
+            results.token_ids += step.decoded.token_ids()
             decode_done_s = self._clock()
             self._scheduler.times.learn_decode(len(batch.slots), decode_done_s - done_s)
             done_s = decode_done_s
         self._settled_s = done_s
+        if batch.wants_logprobs:
+            pending = (step.extended, step.decoded)
+            results.logprobs = [
+                logprobs for each in pending if each is not None for logprobs in each.logprobs()
+            ]
+        if batch.scored is not None and step.extended is not None:
+            results.target_logprobs = step.extended.target_logprobs()
         num_prefilled = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        num_kept = self._scheduler.settle(batch, token_ids, done_s, self._events)
+        num_kept = self._scheduler.settle(batch, results, done_s, self._events)
         self._metrics.observe_settled(done_s - begun_s, num_prefilled, num_kept)
         return done_s - asked_s
 

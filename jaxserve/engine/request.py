@@ -38,12 +38,14 @@ class Request:
             first.
         arrival_s: when the client submitted it. Times are seconds of the engine's clock; None:
             never got there.
+        num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_s: float
+    priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -51,6 +53,7 @@ class Request:
     prefill_end: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
+    num_scored_tokens: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -62,6 +65,7 @@ class Request:
             prompt_ids=submitted.prompt_ids,
             sampling=submitted.sampling,
             arrival_s=arrival_s,
+            priority=submitted.priority,
         )
 
     @property
@@ -76,6 +80,15 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         return self.num_computed_tokens < self.prefill_end
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the next tokens to prefill are to be scored."""
+        return (
+            self.sampling.num_prompt_logprobs is not None
+            and self.num_scored_tokens < len(self.prompt_ids) - 1
+            and self.num_computed_tokens < len(self.prompt_ids) - 1
+        )
 
     @property
     def has_tokens_to_sample(self) -> bool:

@@ -9,17 +9,25 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
-from jaxserve.types import SamplingParams
+from jaxserve.types import SamplingParams, TokenLogprobs
 
 
 class PendingTokens(Protocol):
-    """Ids that the device is still computing."""
+    """Ids that the device is still computing; all methods wait for them."""
 
     def token_ids(self) -> list[int]:
         """Wait until the call's work is done, also where it samples nothing.
 
         Returns one id per sampled row, in the call's order.
         """
+        ...
+
+    def logprobs(self) -> list[TokenLogprobs]:
+        """Return the same ids' log-probabilities; meaningless for rows that want none."""
+        ...
+
+    def target_logprobs(self) -> list[TokenLogprobs]:
+        """Return those of the chunk's targets, of a call whose chunk has any."""
         ...
 
 
@@ -55,8 +63,14 @@ class RunnerSizes(Protocol):
 class Runner(RunnerSizes, Protocol):
     """The device's side of a step."""
 
-    def open_slot(self, slot: int, sampling: SamplingParams) -> None:
-        """Give the slot to a new sequence: its sampling, an empty page table."""
+    def open_slot(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Give the slot to a sequence: its sampling, the ids so far, an empty page table."""
         ...
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:

@@ -4,11 +4,13 @@ It owns every live request, the slots and the pages. It plans a step on the host
 (ids in flight are counted, not known) and touches no device: a Batch says what to dispatch. It
 reads no clock. Device thread only.
 
-Invariants: `_running` and `_waiting` are in order of arrival, and every running request arrived
-before every waiting one; a slot belongs to one running request or is free; so does a page.
+Invariants: `_running` and `_waiting` are in order of priority, then of arrival; a slot belongs to
+one running request or is free; so does a page.
 """
 
+from bisect import insort_left, insort_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +20,19 @@ from jaxserve.engine.request import Request, RequestStatus
 from jaxserve.engine.runner import RunnerSizes
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, InvariantError
-from jaxserve.types import EndedBy, FinishReason, OutputEvent, RequestFinished, TokenOutput
+from jaxserve.types import (
+    EndedBy,
+    FinishReason,
+    OutputEvent,
+    PromptOutput,
+    RequestFinished,
+    TokenLogprobs,
+    TokenOutput,
+)
+
+
+def _order(request: Request) -> tuple[int, float]:
+    return request.priority, request.arrival_s
 
 
 class PageGrant(NamedTuple):
@@ -35,9 +49,10 @@ class Batch:
 
     Attributes:
         admitted: requests whose slots are to be opened.
-        chunks: for one extend, which `bucket` is the smallest to fit.
+        chunks: for one extend, which `bucket` is the smallest to fit; None where it is scored.
         prefilled: the requests of those chunks that sample, in their order.
         decoded: the requests of the decode, row by row, with their slots and positions.
+        scored: the request of the only chunk, where that is scored.
         num_preempted: requests that lost their pages for the sake of this step.
     """
 
@@ -49,7 +64,30 @@ class Batch:
     decoded: list[Request] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    scored: Request | None = None
     num_preempted: int = 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any of its ids are to be told with their log-probabilities."""
+        return any(
+            request.sampling.num_logprobs is not None
+            for request in (*self.prefilled, *self.decoded)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class StepResults:
+    """What a batch gave: an entry for each request of `prefilled`, then of `decoded`.
+
+    Attributes:
+        logprobs: empty unless the batch wants them.
+        target_logprobs: those of the scored chunk's targets.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    target_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Scheduler:
@@ -73,7 +111,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._live: dict[str, Request] = {}
         self._num_steps_in_flight = 0
-        # One sequence alone always fits, so the oldest request always gets to its end: no deadlock.
+        # One sequence alone always fits, so the first in order gets to its end: no deadlock.
         if self._num_pages_for(sizes.max_model_len) > self.pool.num_pages:
             raise ConfigError(
                 f"{self.pool.num_pages} pages of {sizes.page_size} tokens do not hold one sequence"
@@ -118,7 +156,7 @@ class Scheduler:
         if request.request_id in self._live:
             raise InvariantError(f"request id {request.request_id!r} is live already")
         self._live[request.request_id] = request
-        self._waiting.append(request)
+        insort_right(self._waiting, request, key=_order)
 
     def abort(
         self, request_id: str, now_s: float, reason: EndedBy = "abort"
@@ -146,23 +184,31 @@ class Scheduler:
         return batch
 
     def settle(
-        self, batch: Batch, token_ids: list[int], now_s: float, events: list[OutputEvent]
+        self, batch: Batch, results: StepResults, now_s: float, events: list[OutputEvent]
     ) -> int:
-        """Take the ids that the oldest unsettled batch sampled; append their events.
+        """Take what the oldest unsettled batch gave; append its events.
 
-        The ids are those of `prefilled`, then those of `decoded`. A request that ended while the
-        batch was in flight ran one step too far: its id is dropped here. Returns how many were not.
+        A request that ended while the batch was in flight ran one step too far: its id is dropped
+        here. Returns how many were not.
         """
         self._num_steps_in_flight -= 1
         num_kept = 0
-        for request, token_id in zip((*batch.prefilled, *batch.decoded), token_ids, strict=True):
+        if batch.scored is not None:
+            self._settle_scores(batch.scored, batch.chunks[0].start, results, events)
+        logprobs: Sequence[TokenLogprobs | None]
+        logprobs = results.logprobs or [None] * len(results.token_ids)
+        for request, token_id, scored in zip(
+            (*batch.prefilled, *batch.decoded), results.token_ids, logprobs, strict=True
+        ):
             if request.status is RequestStatus.FINISHED:
                 continue
             num_kept += 1
             request.output_ids.append(token_id)
             if request.first_token_s is None:
                 request.first_token_s = now_s
-            events.append(TokenOutput(request.request_id, (token_id,)))
+            num_top = request.sampling.num_logprobs
+            told = () if num_top is None or scored is None else (scored.cut(num_top),)
+            events.append(TokenOutput(request.request_id, (token_id,), told))
             if token_id in request.sampling.stop_token_ids:
                 events.append(self._finish(request, "stop", now_s))
             elif len(request.output_ids) == request.sampling.max_tokens:
@@ -182,6 +228,19 @@ class Scheduler:
             raise InvariantError(f"free and running slots are {slots}, of {self._num_slots}")
         if len(self._live) != len(self._running) + len(self._waiting):
             raise InvariantError("a live request neither waits nor runs")
+
+    def _settle_scores(
+        self, request: Request, start: int, results: StepResults, events: list[OutputEvent]
+    ) -> None:
+        """Publish a chunk's scores, but for those that were published before a preemption."""
+        num_top = request.sampling.num_prompt_logprobs
+        if request.status is RequestStatus.FINISHED or num_top is None:
+            return
+        fresh = results.target_logprobs[request.num_scored_tokens - start :]
+        request.num_scored_tokens += len(fresh)
+        if fresh:
+            scored = tuple(logprobs.cut(num_top) for logprobs in fresh)
+            events.append(PromptOutput(request.request_id, scored))
 
     # Planning a step
 
@@ -218,7 +277,7 @@ class Scheduler:
         request.num_sampled_tokens += 1
 
     def _plan_prefill(self, batch: Batch, now_s: float) -> None:
-        """Fill one extend in order of arrival: running prefills, then the queue."""
+        """Fill one extend in order: running prefills, then the queue."""
         prefilling = [request for request in self._running if request.is_prefilling]
         if not (prefilling or self._waiting):
             return
@@ -226,8 +285,17 @@ class Scheduler:
         bucket = self._prefill_bucket(len(batch.decoded), num_unstarted)
         num_blocks = bucket.tokens // bucket.block
         for request in prefilling:
-            num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
+            if not request.scores_prompt:
+                num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
+            elif not batch.chunks:
+                self._plan_scored_chunk(batch, request)
+                return
         while num_blocks and self._can_admit():
+            if self._waiting[0].scores_prompt:
+                # It has an extend of its own, once nothing is before it.
+                if not batch.chunks:
+                    self._plan_scored_chunk(batch, self._admit(batch, now_s))
+                return
             request = self._admit(batch, now_s)
             num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
         if batch.chunks:
@@ -246,6 +314,12 @@ class Scheduler:
         limit_s = 0.0 if decode_s is None else self._prefill_stall_factor * decode_s
         return self.times.largest_within(limit_s)
 
+    def _plan_scored_chunk(self, batch: Batch, request: Request) -> None:
+        """Plan the only chunk of an extend that scores its tokens, as far as pages go."""
+        bucket = self._buckets[0]
+        if self._plan_chunk(batch, request, bucket.tokens // bucket.block, bucket.block):
+            batch.scored = request
+
     def _plan_chunk(self, batch: Batch, request: Request, num_blocks: int, block: int) -> int:
         """Plan the next chunk, as far as blocks and pages go; return the blocks taken."""
         start = request.num_computed_tokens
@@ -261,6 +335,7 @@ class Scheduler:
                 token_ids=request.known_ids(start, end),
                 start=start,
                 sample=is_last,
+                targets=request.prompt_ids[start + 1 : end + 1] if request.scores_prompt else (),
             )
         )
         request.num_computed_tokens = end
@@ -311,12 +386,12 @@ class Scheduler:
         request.prefill_end = request.num_known_tokens
         if request.admitted_s is None:
             request.admitted_s = now_s
-        self._running.append(request)
+        insort_right(self._running, request, key=_order)
         batch.admitted.append(request)
         return request
 
     def _preempt_latest(self, batch: Batch) -> None:
-        """Send the latest arrival of the running back to the queue's head, to be computed anew.
+        """Send the last in order of the running back to the queue, to be computed anew.
 
         Its output ids are kept and prefilled with the prompt. Noise depends on seed and position
         alone, so the ids that follow are those that would have followed.
@@ -327,7 +402,7 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        self._waiting.appendleft(request)
+        insort_left(self._waiting, request, key=_order)
         batch.num_preempted += 1
 
     def _finish(self, request: Request, reason: FinishReason, now_s: float) -> RequestFinished:

@@ -19,6 +19,7 @@ from jaxserve.types import (
     EndedBy,
     GenerationRequest,
     OutputEvent,
+    RequestFailed,
     RequestFinished,
     RequestStats,
     TokenOutput,
@@ -112,7 +113,7 @@ class Generation:
                         yield delta
                 elif isinstance(event, RequestFinished):
                     yield self._end(index, event)
-                else:
+                elif isinstance(event, RequestFailed):
                     self._reasons[index] = "error"
                     raise event.error
 

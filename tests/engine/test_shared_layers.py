@@ -43,8 +43,9 @@ def decode(model: TinyModel, params: Params) -> list[Array]:
     staged[:, Column.POSITION] = POSITIONS
     program = model.compiled[DecodeBucket(rows=4, table_size=plan.table_sizes[0])]
     cache = KVCache(k=tuple(arrays[:half]), v=tuple(arrays[half:]))
-    cache, _, ids = program(params, cache, make_state(plan.num_slots), staged)
-    return [np.asarray(array) for array in (*cache.k, *cache.v, ids)]
+    state = make_state(plan.num_slots, model.config.vocab_size)
+    cache, _, result = program(params, cache, state, staged)
+    return [np.asarray(array) for array in (*cache.k, *cache.v, result)]
 
 
 def test_a_step_writes_each_rows_own_position_and_no_other(e2b: TinyModel) -> None:

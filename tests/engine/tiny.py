@@ -24,6 +24,7 @@ from jaxserve.models.specs import random_params
 from jaxserve.types import (
     GenerationRequest,
     OutputEvent,
+    PromptOutput,
     RequestFailed,
     RequestFinished,
     SamplingParams,
@@ -116,7 +117,7 @@ class HandDriven:
         """Open a slot for a sequence, greedy if not told otherwise, and return its slot."""
         slot = self._slots.pop()
         self._runner.open_slot(
-            slot, sampling or SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+            slot, sampling or SamplingParams(max_tokens=1, seed=0, temperature=0.0), prompt, ()
         )
         self._runner.set_pages(slot, 0, self._pages[slot])
         self._prompts[slot], self._num_written[slot], self.outputs[slot] = prompt, 0, []
@@ -218,8 +219,8 @@ class TinyEngine:
     def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
         """Return a sequence's terminal event, which must be its last and only one."""
         *outputs, end = [event for event in self.events if event.request_id == request_id]
-        assert all(isinstance(output, TokenOutput) for output in outputs)
-        assert not isinstance(end, TokenOutput)
+        assert all(isinstance(output, PromptOutput | TokenOutput) for output in outputs)
+        assert isinstance(end, RequestFinished | RequestFailed)
         return end
 
     @property

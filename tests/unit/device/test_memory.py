@@ -11,6 +11,7 @@ def budget(*, limit_bytes: int | None = None, kv_bytes: int = 10_500) -> MemoryB
     return MemoryBudget(
         limit_bytes=limit_bytes,
         weight_bytes=3 * GIB,
+        state_bytes=0,
         temp_bytes=GIB,
         kv_bytes=kv_bytes,
         bytes_per_page=1_000,
@@ -49,7 +50,15 @@ def test_the_table_names_every_share() -> None:
     table = budget(limit_bytes=8 * GIB).table(100)
 
     lines = [line.split(maxsplit=2) for line in table.splitlines()]
-    assert [line[0] for line in lines] == ["device", "weights", "program", "KV", "KV", "streams"]
+    assert [line[0] for line in lines] == [
+        "device",
+        "weights",
+        "slots",
+        "program",
+        "KV",
+        "KV",
+        "streams",
+    ]
     assert "8.00 GiB" in table
     assert "10 pages of 32 tokens" in table
     # A sequence of 100 tokens takes 4 of the 9 pages.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,11 @@ import pytest
 
 from jaxserve.device import programs
 from jaxserve.device.buckets import DecodeBucket
+from jaxserve.device.logprobs import RESULT_SIZE
 from jaxserve.device.plan import DevicePlan
-from jaxserve.device.runner import Program, program_shapes
-from jaxserve.device.state import Column, DecodeState, make_state
+from jaxserve.device.programs import ExtendShape
+from jaxserve.device.runner import StepProgram, step_programs
+from jaxserve.device.state import Column, make_state
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
 from jaxserve.models.registry import load_config
@@ -25,11 +27,11 @@ from jaxserve.models.specs import abstract_params
 from tests.checkpoints import Kind, config_json, write_json_files
 from tests.engine.tiny import PLAN
 
-Step = Callable[..., tuple[KVCache, DecodeState, jax.Array]]
+Step = Callable[..., tuple[Any, ...]]
 
 
 def step_of(
-    program: Program, plan: DevicePlan, config: ModelConfig
+    program: StepProgram, plan: DevicePlan, config: ModelConfig
 ) -> tuple[Step, tuple[int, ...], int]:
     """Return a program's function, the shape of what is staged for it, and its number of ids."""
     if isinstance(program, DecodeBucket):
@@ -55,13 +57,17 @@ def test_programs_keep_the_shapes_of_what_they_are_given(
     plan = replace(PLAN, dtype="bfloat16", is_accelerator=is_accelerator, row_buckets=(8,))
     params = abstract_params(config, plan.dtype)
     cache = jax.eval_shape(lambda: empty_cache(plan, config))
-    state = jax.eval_shape(lambda: make_state(plan.num_slots))
+    state = jax.eval_shape(lambda: make_state(plan.num_slots, config.vocab_size))
 
-    for program in program_shapes(plan):
+    for program in step_programs(plan):
         step, staged_shape, num_ids = step_of(program, plan, config)
         staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
-        new_cache, new_state, ids = jax.eval_shape(step, params, cache, state, staged)
+        new_cache, new_state, result, *scores = jax.eval_shape(step, params, cache, state, staged)
 
         assert new_cache == cache
         assert new_state == state
-        assert (ids.shape, ids.dtype) == ((num_ids,), jnp.int32)
+        assert (result.shape, result.dtype) == ((num_ids, RESULT_SIZE), jnp.int32)
+        if isinstance(program, ExtendShape) and program.scores:
+            assert [score.shape for score in scores] == [(program.bucket.tokens, RESULT_SIZE)]
+        else:
+            assert scores in ([], [None])

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.device.buckets import DecodeBucket, ExtendBucket, ExtendChunk
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import ExtendShape, unpack_extend
-from jaxserve.device.runner import ModelRunner, Program, program_shapes
+from jaxserve.device.runner import ModelRunner, Program, StepProgram, step_programs
 from jaxserve.device.state import Column
 from jaxserve.errors import InvariantError
 from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -64,21 +64,27 @@ CONFIG = ModelConfig(
 class Recorder:
     """Stands for all programs of a runner; row i of every one samples the id 100 + i."""
 
-    calls: list[tuple[Program, npt.NDArray[np.int32]]] = field(default_factory=list)
+    calls: list[tuple[StepProgram, npt.NDArray[np.int32]]] = field(default_factory=list)
+    pieces: list[npt.NDArray[np.int32]] = field(default_factory=list)
 
     def runner(self) -> ModelRunner:
-        programs = {shape: cast(Any, self._program(shape)) for shape in program_shapes(PLAN)}
+        programs: dict[Program, Any] = {s: self._program(s) for s in step_programs(PLAN)}
+        programs["write_table"] = self._write_table
         return ModelRunner(NO_WEIGHTS, CONFIG, PLAN, programs)
 
-    def _program(self, shape: Program) -> object:
+    def _write_table(self, state: Any, piece: Any) -> Any:
+        self.pieces.append(piece)
+        return state
+
+    def _program(self, shape: StepProgram) -> object:
         def run(params: Params, cache: Any, state: Any, staged: Any) -> tuple[Any, Any, Any]:
             self.calls.append((shape, staged))
-            return cache, state, np.arange(100, 116, dtype=np.int32)
+            return cache, state, np.arange(100, 116, dtype=np.int32)[:, None]
 
         return run
 
     @property
-    def last(self) -> tuple[Program, npt.NDArray[np.int32]]:
+    def last(self) -> tuple[StepProgram, npt.NDArray[np.int32]]:
         return self.calls[-1]
 
 
@@ -110,7 +116,7 @@ def test_decode_stages_slots_positions_and_tables_row_by_row() -> None:
     recorder = Recorder()
     runner = recorder.runner()
     for slot in (3, 1, 0):
-        runner.open_slot(slot, SAMPLING)
+        runner.open_slot(slot, SAMPLING, [1], [])
         runner.set_pages(slot, 0, [slot + 1, slot + 5])
 
     pending = runner.decode([3, 1, 0], [5, 2, 7])
@@ -126,7 +132,7 @@ def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
     recorder = Recorder()
     runner = recorder.runner()
     for slot in (2, 0):
-        runner.open_slot(slot, SAMPLING)
+        runner.open_slot(slot, SAMPLING, [1], [])
         runner.set_pages(slot, 0, [slot + 1, slot + 2])
 
     runner.extend([chunk(2, range(10, 16), start=1), chunk(0, range(20, 23), start=3)])
@@ -181,7 +187,7 @@ def test_a_queued_call_keeps_the_pages_that_it_was_given() -> None:
     runner.set_pages(0, 0, [5])
     runner.decode([0], [0])
 
-    runner.open_slot(0, SAMPLING)
+    runner.open_slot(0, SAMPLING, [1], [])
     runner.set_pages(0, 0, [6])
 
     assert recorder.last[1][0, Column.TABLE] == 5
@@ -193,7 +199,7 @@ def test_warm_up_runs_every_program_once_on_nothing() -> None:
     durations_s = recorder.runner().warm_up()
 
     assert [shape for shape, _ in recorder.calls] == list(durations_s)
-    assert set(durations_s) == set(program_shapes(PLAN))
+    assert set(durations_s) == set(step_programs(PLAN))
     for shape, staged in recorder.calls:
         if isinstance(shape, ExtendShape):
             _, rows, rows_nF = unpack_extend(jax.numpy.asarray(staged), shape)

@@ -22,7 +22,8 @@ NUM_ROWS = 1024
 
 @jax.jit
 def draw(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    return sample(logits_BV.T, rows)
+    not_adjusted_B = jnp.zeros(logits_BV.shape[0], bool)
+    return sample(logits_BV.T, rows, not_adjusted_B, lambda logits_BV: logits_BV)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ SAMPLING = SamplingParams(
 
 def test_sampling_travels_to_the_device_unchanged() -> None:
     rows = HostRows(num_slots=4, table_size=3)
-    rows.open(2, SAMPLING)
+    rows.open(2, SAMPLING, 3)
     staged = rows.stage([2], 1, 3)
     staged[0, Column.POSITION] = 11
 
@@ -36,7 +36,7 @@ def test_sampling_travels_to_the_device_unchanged() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
 def test_every_seed_is_staged(seed: int) -> None:
     rows = HostRows(num_slots=1, table_size=1)
-    rows.open(0, SamplingParams(max_tokens=1, seed=seed))
+    rows.open(0, SamplingParams(max_tokens=1, seed=seed), 3)
 
     low, high = read_sampling(jnp.asarray(rows.stage([0], 1, 1))).seed[0].tolist()
 
@@ -67,13 +67,13 @@ def test_a_smaller_table_is_the_front_of_the_whole() -> None:
 
 def test_opening_a_slot_forgets_the_sequence_before() -> None:
     rows = HostRows(num_slots=2, table_size=2)
-    rows.open(1, SAMPLING)
+    rows.open(1, SAMPLING, 3)
     rows.set_pages(1, 0, [5, 6])
 
-    rows.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0))
+    rows.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0), 3)
 
     fresh = HostRows(num_slots=2, table_size=2)
-    fresh.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0))
+    fresh.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0), 3)
     assert rows.stage([1], 1, 2).tolist() == fresh.stage([1], 1, 2).tolist()
 
 
@@ -88,6 +88,6 @@ def test_what_is_staged_does_not_change_afterwards() -> None:
 
 
 def test_the_state_has_a_slot_for_padding() -> None:
-    state = make_state(4)
+    state = make_state(4, 10)
 
     assert state.last_token_S.shape == (5,)
