@@ -36,10 +36,11 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
 from jaxserve.hub.resolve import resolve_model
 from jaxserve.metrics import Metrics
-from jaxserve.models.registry import end_token_ids
+from jaxserve.models.registry import end_token_ids, sampling_defaults
 from jaxserve.progress import Progress
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import SamplingDefaults
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +108,13 @@ class _Server:
         app = build_app(
             self._client,
             lambda: self._model,
-            config=HttpConfig(max_body_bytes=config.max_body_bytes, heartbeat_s=config.heartbeat_s),
+            config=HttpConfig(
+                max_body_bytes=config.max_body_bytes,
+                heartbeat_s=config.heartbeat_s,
+                trust_request_chat_template=config.trust_request_chat_template,
+                api_keys=config.api_key,
+                cors_origins=config.cors_origin,
+            ),
             metrics=self._metrics,
         )
         self._http = _HttpServer(
@@ -188,6 +195,8 @@ class _Server:
         folder = resolve_model(config.model, cache_dir=self._cache_dir)
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
         end_ids = end_token_ids(folder)
+        uses_defaults = config.generation_config == "auto"
+        defaults = sampling_defaults(folder) if uses_defaults else SamplingDefaults()
         options = LoadOptions(
             dtype=config.dtype,
             max_model_len=config.max_model_len,
@@ -207,6 +216,7 @@ class _Server:
             end_token_ids=end_ids,
             placeholder_token_ids=loaded.config.placeholder_token_ids,
             created=int(time.time()),
+            defaults=defaults,
         )
         core = EngineCore(
             loaded.runner,

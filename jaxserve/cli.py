@@ -9,11 +9,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxserve import __version__, logs
 from jaxserve.config import ServeConfig, serve_flags
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.hub.demo import DEMO_MODEL_NAME, fetch_gemma3_270m
+
+API_KEY_VARIABLE = "JAXSERVE_API_KEY"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,12 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logs.configure("INFO")
             sys.stdout.write(f"{fetch_gemma3_270m(cache_dir())}\n")
             return 0
-        positional = arguments.pop("model_argument")
-        if positional is not None:
-            if arguments["model"] not in (None, positional):
-                raise ConfigError(f"two models are named: {positional} and {arguments['model']}")
-            arguments["model"] = positional
-        return _serve(ServeConfig(**arguments))
+        return _serve(_serve_config(arguments))
     except ConfigError as error:
         return _fail(error, 2)
     except ModelLoadError as error:
@@ -43,6 +41,19 @@ def cache_dir() -> Path:
     """Return the folder that fetched models and compiled programs go to."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "jaxserve"
+
+
+def _serve_config(arguments: dict[str, Any]) -> ServeConfig:
+    """Make settings of parsed flags and the environment."""
+    positional = arguments.pop("model_argument")
+    if positional is not None:
+        if arguments["model"] not in (None, positional):
+            raise ConfigError(f"two models are named: {positional} and {arguments['model']}")
+        arguments["model"] = positional
+    from_environment = os.environ.get(API_KEY_VARIABLE, "").split(",")
+    keys = [*(arguments.pop("api_key") or ()), *filter(None, map(str.strip, from_environment))]
+    origins = arguments.pop("cors_origin") or ()
+    return ServeConfig(**arguments, api_key=tuple(keys), cors_origin=tuple(origins))
 
 
 def _serve(config: ServeConfig) -> int:
@@ -79,11 +90,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     for setting in serve_flags():
         options = dict(setting.metadata)
-        kind = next((t for t in (int, float) if str(t.__name__) in str(setting.type)), str)
+        if options.get("action") != "store_true":
+            kind = next((t for t in (int, float) if str(t.__name__) in str(setting.type)), str)
+            options.setdefault("type", kind)
         serve.add_argument(
             "--" + setting.name.replace("_", "-"),
-            type=options.pop("type", kind),
-            default=setting.default,
+            # argparse would append to a default.
+            default=None if isinstance(setting.default, tuple) else setting.default,
             help=options.pop("help").replace("%", "%%"),
             **options,
         )

@@ -9,9 +9,9 @@ from typing import Any
 from jaxserve.errors import ConfigError
 
 
-def flag(help_text: str, default: Any, **kwargs: Any) -> Any:
+def flag(help_text: str, default: Any, *, repr: bool = True, **kwargs: Any) -> Any:
     """Declare a setting: its help, its default and what argparse needs beside them."""
-    return field(default=default, metadata={"help": help_text, **kwargs})
+    return field(default=default, repr=repr, metadata={"help": help_text, **kwargs})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,28 @@ class ServeConfig:
     heartbeat_s: float = flag(
         "seconds between comments on a silent stream; 0: none", 15.0, metavar="S"
     )
+    api_key: tuple[str, ...] = flag(
+        "key that requests must bring as a bearer token; may be repeated;"
+        " JAXSERVE_API_KEY in the environment holds more, separated by commas",
+        (),
+        repr=False,
+        action="append",
+        metavar="KEY",
+    )
+    cors_origin: tuple[str, ...] = flag(
+        "origin whose web pages may call, or *; may be repeated",
+        (),
+        action="append",
+        metavar="ORIGIN",
+    )
+    generation_config: str = flag(
+        "auto: sample as the checkpoint's generation_config.json says where a request does not",
+        "auto",
+        choices=("auto", "off"),
+    )
+    trust_request_chat_template: bool = flag(
+        "accept chat templates, which are programs, from requests", False, action="store_true"
+    )
     max_body_bytes: int = flag("largest request body", 32 << 20, metavar="N")
     log_level: str = flag(
         "least level to log", "INFO", type=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR")
@@ -90,6 +112,8 @@ class ServeConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} is less than the least, {minimum}"
                 )
+        if any(not key.strip() for key in self.api_key):
+            raise ConfigError("--api-key is empty")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not a port (0 to 65535)")
 

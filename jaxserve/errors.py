@@ -7,6 +7,7 @@ JaxserveError
     InvalidRequestError 400
       ContextLengthError        prompt and budget exceed the context
       UnsupportedFieldError     a field this server does not apply
+    AuthenticationError 401
     NotFoundError 404
     MethodNotAllowedError 405
     BodyTooLargeError 413
@@ -76,6 +77,14 @@ class UnsupportedFieldError(InvalidRequestError):
     """A known field whose value would change the answer in a way this server does not implement."""
 
     code = "unsupported_parameter"
+
+
+class AuthenticationError(ApiError):
+    """The request brings no key that is known."""
+
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
 
 
 class NotFoundError(ApiError):

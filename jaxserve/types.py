@@ -21,6 +21,17 @@ EndedBy = Literal["stop", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What is sampled with where a request does not say; fields as in SamplingParams."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one sequence is sampled; ranges are validated where the request is parsed.
 

@@ -25,6 +25,7 @@ from jaxserve.types import (
     RequestFailed,
     RequestFinished,
     RequestStats,
+    SamplingDefaults,
     TokenOutput,
 )
 
@@ -105,6 +106,7 @@ def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
         end_token_ids=frozenset({EOS, END_OF_TURN}),
         placeholder_token_ids=frozenset({IMAGE}),
         created=1_700_000_000,
+        defaults=SamplingDefaults(),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import jaxserve
 from jaxserve.config import serve_flags
 from jaxserve.errors import ApiError
+from jaxserve.openai.pages import api_page
 
 ROOT = Path(__file__).parent.parent
 
@@ -72,11 +73,16 @@ def test_errors_page_has_a_row_for_each_error(error: type[ApiError]) -> None:
     assert row in (ROOT / "docs/errors.md").read_text()
 
 
+def test_api_page_is_what_the_fields_say() -> None:
+    assert (ROOT / "docs/api.md").read_text() == api_page()
+
+
 def test_flags_page_has_the_rows_of_all_flags() -> None:
     expected = []
     for setting in serve_flags():
         flag = f"--{setting.name.replace('_', '-')} {setting.metadata.get('metavar', '')}".rstrip()
-        default = "" if setting.default is None else f"`{setting.default}`"
+        says_nothing = setting.default is None or setting.default in ((), False)
+        default = "" if says_nothing else f"`{setting.default}`"
         choices = ", ".join(f"`{choice}`" for choice in setting.metadata.get("choices", ()))
         text = setting.metadata["help"] + (f" ({choices})" if choices else "")
         expected.append(f"| `{flag}` | {default} | {text} |")

@@ -1,11 +1,17 @@
 """A generation's outputs as an OpenAI answer: whole, or frame by frame."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from jaxserve.http.choice import ChoiceText
 from jaxserve.http.generation import Delta, Generation
+from jaxserve.http.prompts import Echo, EncodedPrompt
+from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
+from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import STREAM_END, Answer, Choice, Usage
+
+Logprobs = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,26 +19,33 @@ class AnswerWriter:
     """Writes one request's answer in the format of `answer`.
 
     Attributes:
-        prompts: the prompts' token ids, each of which has `n` sequences.
+        choices: `n` of each prompt.
+        echoes: by prompt, what precedes its choices' text.
     """
 
     generation: Generation
     answer: Answer
-    prompts: list[tuple[int, ...]]
-    n: int
+    prompts: Sequence[EncodedPrompt]
+    choices: Sequence[ChoiceText]
+    echoes: Sequence[Echo]
+    options: GenerationOptions
+    logprobs: LogprobsWriter
 
     async def whole(self) -> bytes:
         """Run to the end and write one body; a fault in any sequence is raised."""
-        texts: list[list[str]] = [[] for _ in range(self._num_choices)]
-        ids: list[list[int]] = [[] for _ in range(self._num_choices)]
+        texts = [[self._echo(index)] for index in range(len(self.choices))]
+        ids: list[list[int]] = [[] for _ in self.choices]
+        tokens: list[list[ScoredToken]] = [[] for _ in self.choices]
         choices = []
         async with aclosing(self.generation.outputs()) as outputs:
             async for output in outputs:
                 index = output.index
-                texts[index].append(output.text)
                 if isinstance(output, Delta):
-                    ids[index].extend(output.token_ids)
+                    texts[index].append(output.delta.text)
+                    ids[index].extend(output.delta.token_ids)
+                    tokens[index].extend(output.delta.tokens)
                     continue
+                texts[index].append(output.text)
                 choices.append(
                     Choice(
                         index=index,
@@ -40,41 +53,78 @@ class AnswerWriter:
                         token_ids=tuple(ids[index]),
                         finish_reason=output.reason,
                         stop_reason=output.stop_reason,
+                        logprobs=self._write([*self._echoed(index), *tokens[index]]),
+                        prompt_logprobs=self._prompt_logprobs(index),
                     )
                 )
         choices.sort(key=lambda choice: choice.index)
         return self.answer.body(choices, self._usage())
 
-    async def frames(self, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield events, each complete, several joined where they belong to one step."""
-        answer = self.answer
-        opened = [False] * self._num_choices
+        answer, options = self.answer, self.options
+        opened = [False] * len(self.choices)
         async with aclosing(self.generation.outputs()) as outputs:
             async for output in outputs:
                 index = output.index
-                if isinstance(output, Delta):
-                    frame = answer.text_chunk(index, output.text, output.token_ids)
-                else:
-                    frame = answer.text_chunk(index, output.text, ())
-                    frame += answer.last_chunk(index, output.reason, output.stop_reason)
+                usage = self._usage() if options.continuous_usage else None
+                frame = b""
                 if not opened[index]:
                     opened[index] = True
-                    frame = answer.first_chunk(index) + frame
+                    echoed = self._echoed(index)
+                    logprobs = self._write(echoed) if echoed else None
+                    frame = answer.first_chunk(index, usage)
+                    frame += answer.text_chunk(index, self._echo(index), (), logprobs, usage)
+                if isinstance(output, Delta):
+                    delta = output.delta
+                    logprobs = self._write(delta.tokens) if delta.tokens else None
+                    frame += answer.text_chunk(index, delta.text, delta.token_ids, logprobs, usage)
+                else:
+                    frame += answer.text_chunk(index, output.text, (), None, usage)
+                    frame += answer.last_chunk(index, output.reason, output.stop_reason, usage)
                 if frame:
                     yield frame
-        yield (answer.usage_chunk(self._usage()) if include_usage else b"") + STREAM_END
+        end = answer.usage_chunk(self._usage()) if options.include_usage else b""
+        yield end + STREAM_END
 
-    @property
-    def _num_choices(self) -> int:
-        return len(self.prompts) * self.n
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.options.n].text
+
+    def _echoed(self, index: int) -> list[ScoredToken]:
+        """Return the echoed prompt's tokens, where they are to be told."""
+        prompt = index // self.options.n
+        offsets = self.echoes[prompt].offsets
+        if self.options.logprobs is None or not offsets:
+            return []
+        return [
+            ScoredToken(token_id=token_id, offset=offset, scored=scored)
+            for token_id, offset, scored in zip(
+                self.prompts[prompt].token_ids,
+                offsets,
+                (None, *self.choices[index].prompt),
+                strict=True,
+            )
+        ]
+
+    def _write(self, tokens: Sequence[ScoredToken]) -> Logprobs | None:
+        num_top = self.options.logprobs
+        if num_top is None:
+            return None
+        return self.answer.write_logprobs(self.logprobs, tokens, num_top)
+
+    def _prompt_logprobs(self, index: int) -> list[dict[str, object] | None] | None:
+        num_top = self.options.prompt_logprobs
+        if num_top is None:
+            return None
+        return self.logprobs.prompt([scored.cut(num_top) for scored in self.choices[index].prompt])
 
     def _usage(self) -> Usage:
-        generation = self.generation
+        generation, n = self.generation, self.options.n
         return Usage(
-            prompt_tokens=sum(map(len, self.prompts)),
+            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=generation.num_output_tokens,
             # As the prompts, each counted once: by its first sample.
             cached_tokens=sum(
-                generation.num_cached_tokens(p * self.n) for p in range(len(self.prompts))
+                generation.num_cached_tokens(p * n) for p in range(len(self.prompts))
             ),
         )

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 
 from jaxserve.errors import ApiError
+from jaxserve.http.auth import AuthMiddleware
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.errors import on_api_error, on_http_exception
 from jaxserve.http.generation import Engine
@@ -27,9 +29,27 @@ def build_app(
     endpoints = Endpoints(engine, model, config=config, metrics=metrics)
     app = Starlette(
         routes=endpoints.routes(),
-        middleware=[Middleware(RequestMiddleware, metrics=metrics)],
+        middleware=_middleware(config, metrics),
         exception_handlers={ApiError: on_api_error, HTTPException: on_http_exception},
     )
     # A redirect would turn a client's POST into a GET.
     app.router.redirect_slashes = False
     return app
+
+
+def _middleware(config: HttpConfig, metrics: Metrics) -> list[Middleware]:
+    """List what wraps the routes, the outermost first."""
+    layers = [Middleware(RequestMiddleware, metrics=metrics)]
+    if config.cors_origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    if config.api_keys:
+        layers.append(Middleware(AuthMiddleware, api_keys=config.api_keys))
+    return layers

@@ -4,49 +4,109 @@ However the ids are split into pushes, the joined text is the same. No I/O.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from jaxserve.http.served_model import ServedModel
+from jaxserve.openai.logprobs import ScoredToken
+from jaxserve.openai.options import GenerationOptions
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stop_strings import StopAutomaton, StopStrings
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import SamplingParams, TokenLogprobs
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What a push gave: text that is final, the ids that count, and what is known of them."""
+
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    tokens: list[ScoredToken] = field(default_factory=list)
 
 
 class ChoiceText:
     """Detokenizes one sequence and ends it at its first stop string.
 
+    An id that ends the sequence is no text, nor is a stop string, unless the options include what
+    ended it. Stop strings are looked for behind the first min_tokens tokens.
+
     Attributes:
         num_tokens: ids taken, up to the one that completed a stop string.
+        prompt: the prompt's log-probabilities, as far as they have come.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stop: StopAutomaton, hidden_ids: frozenset[int]
+        self,
+        model: ServedModel,
+        options: GenerationOptions,
+        sampling: SamplingParams,
+        stop: StopAutomaton,
+        *,
+        offset: int,
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        """`offset` is the length of the text that precedes the choice's own."""
+        self._detokenizer = Detokenizer(
+            model.tokenizer, skip_special_tokens=options.skip_special_tokens
+        )
         self._stops = StopStrings(stop)
-        self._hidden_ids = hidden_ids
+        self._includes_stop = options.include_stop
+        self._end_ids = sampling.stop_token_ids
+        self._own_end_ids = frozenset(options.stop_token_ids) - model.end_token_ids
+        self._min_tokens = options.min_tokens
+        # An echo alone: the one token that the engine must generate is nobody's.
+        self._is_muted = options.max_tokens == 0
+        self._offset = offset
+        self._last_id: int | None = None
         self.num_tokens = 0
+        self.prompt: list[TokenLogprobs] = []
 
     @property
-    def stop_hit(self) -> str | None:
-        """The stop string that ended the text; nothing may be pushed after it."""
-        return self._stops.hit
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text; nothing may be pushed after it."""
+        return self._stops.hit is not None
 
-    def push(self, token_ids: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """Take a step's ids; return the text they settle and the ids that count.
+    @property
+    def stop_reason(self) -> str | int | None:
+        """The stop string, or the request's own stop id, that ended the choice, if one did."""
+        if self._stops.hit is not None:
+            return self._stops.hit
+        return self._last_id if self._last_id in self._own_end_ids else None
 
-        Ids after the one that completes a stop string do not count.
-        """
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
+        """Take a step's ids; ids after the one that completes a stop string do not count."""
+        delta = TextDelta()
+        if self._is_muted:
+            return delta
         texts = []
         # One id at a time, because which id completed the stop string counts.
         for count, token_id in enumerate(token_ids, start=1):
-            if token_id not in self._hidden_ids:
-                texts.append(self._stops.push(self._detokenizer.push((token_id,))))
-                if self._stops.hit is not None:
+            self.num_tokens += 1
+            self._last_id = token_id
+            if logprobs:
+                scored = ScoredToken(
+                    token_id=token_id, offset=self._offset, scored=logprobs[count - 1]
+                )
+                delta.tokens.append(scored)
+            if token_id not in self._end_ids or self._includes_stop:
+                texts.append(self._take(self._detokenizer.push((token_id,))))
+                if self.is_stopped:
                     token_ids = token_ids[:count]
                     break
-        self.num_tokens += len(token_ids)
-        return "".join(texts), tuple(token_ids)
+        delta.text, delta.token_ids = "".join(texts), tuple(token_ids)
+        return delta
 
     def finish(self) -> str:
         """Return what was held back; may still find a stop string in it."""
-        text = self._stops.push(self._detokenizer.finish())
-        return text if self._stops.hit is not None else text + self._stops.finish()
+        if self.is_stopped:
+            return ""
+        # Where that completes a stop string, nothing is held any more.
+        return self._take(self._detokenizer.finish()) + self._stops.finish()
+
+    def _take(self, text: str) -> str:
+        """Return what a piece of text releases."""
+        self._offset += len(text)
+        if self.num_tokens <= self._min_tokens:
+            return text
+        released = self._stops.push(text)
+        if self._stops.hit is not None and self._includes_stop:
+            released += self._stops.hit
+        return released

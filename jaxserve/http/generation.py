@@ -12,14 +12,13 @@ from typing import Literal, Protocol
 
 from jaxserve.engine.client import EngineStatus
 from jaxserve.errors import UnavailableError
-from jaxserve.http.choice import ChoiceText
-from jaxserve.http.served_model import ServedModel
-from jaxserve.text.stop_strings import StopAutomaton
+from jaxserve.http.choice import ChoiceText, TextDelta
 from jaxserve.types import (
+    TERMINAL_EVENTS,
     EndedBy,
     GenerationRequest,
     OutputEvent,
-    RequestFailed,
+    PromptOutput,
     RequestFinished,
     RequestStats,
     TokenOutput,
@@ -50,11 +49,10 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step gave a choice; `text` is empty while it could still change."""
+    """What one step gave a choice; its text is empty while it could still change."""
 
     index: int
-    text: str
-    token_ids: tuple[int, ...]
+    delta: TextDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +61,13 @@ class Ending:
 
     Attributes:
         text: what was held back until the end.
-        stop_reason: the stop string that ended it, if one did.
+        stop_reason: what ended it, where that was a stop string or one of the request's own ids.
     """
 
     index: int
     text: str
     reason: Literal["stop", "length"]
-    stop_reason: str | None
+    stop_reason: str | int | None
 
 
 class Generation:
@@ -78,18 +76,12 @@ class Generation:
     def __init__(
         self,
         engine: Engine,
-        model: ServedModel,
         requests: Sequence[GenerationRequest],
-        *,
-        stop: tuple[str, ...],
+        choices: Sequence[ChoiceText],
     ) -> None:
-        """Submit all sequences, or none where the engine refuses."""
+        """Submit all sequences, or none where the engine refuses; choice i reads sequence i."""
         self._requests = requests
-        automaton = StopAutomaton(stop)
-        self._choices = [
-            ChoiceText(model.tokenizer, stop=automaton, hidden_ids=model.end_token_ids)
-            for _ in requests
-        ]
+        self._choices = choices
         self._stats: list[RequestStats | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
         self._is_closed = False
@@ -106,14 +98,16 @@ class Generation:
                 choice = self._choices[index]
                 if isinstance(event, TokenOutput):
                     # Until the engine has seen the abort, ids still come after a stop string.
-                    if choice.stop_hit is None:
-                        delta = Delta(index, *choice.push(event.token_ids))
-                        if choice.stop_hit is not None:
+                    if not choice.is_stopped:
+                        delta = choice.push(event.token_ids, event.logprobs)
+                        if choice.is_stopped:
                             self._streams[index].abort("stop")
-                        yield delta
+                        yield Delta(index, delta)
                 elif isinstance(event, RequestFinished):
                     yield self._end(index, event)
-                elif isinstance(event, RequestFailed):
+                elif isinstance(event, PromptOutput):
+                    choice.prompt += event.logprobs
+                else:
                     self._reasons[index] = "error"
                     raise event.error
 
@@ -137,8 +131,8 @@ class Generation:
     def _end(self, index: int, event: RequestFinished) -> Ending:
         choice = self._choices[index]
         self._stats[index] = event.stats
-        text = choice.finish() if choice.stop_hit is None else ""
-        if choice.stop_hit is not None:
+        text = choice.finish()
+        if choice.is_stopped:
             reason: Literal["stop", "length"] = "stop"
         elif event.reason == "abort":
             raise UnavailableError(
@@ -147,7 +141,7 @@ class Generation:
         else:
             reason = event.reason
         self._reasons[index] = reason
-        return Ending(index, text, reason, choice.stop_hit)
+        return Ending(index, text, reason, choice.stop_reason)
 
     def _abort_all(self) -> None:
         for stream in self._streams:
@@ -183,7 +177,7 @@ async def _merge(streams: Sequence[EventStream]) -> AsyncGenerator[tuple[int, Ou
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for future in [future for future in waiting if future.done()]:
                 index, event = waiting.pop(future), future.result()
-                if isinstance(event, TokenOutput):
+                if not isinstance(event, TERMINAL_EVENTS):
                     waiting[asyncio.ensure_future(anext(iterators[index]))] = index
                 yield index, event
     finally:

@@ -36,21 +36,22 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _request_id(scope)
         status = _CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                # The endpoint may have found an id in the body.
+                request_id = logs.request_id.get().encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
         async def fail(error: ApiError) -> None:
             if status == _CLIENT_GONE:
                 await error_response(error)(scope, receive, send_with_id)
 
-        token = logs.request_id.set(request_id)
+        token = logs.request_id.set(_request_id(scope))
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:

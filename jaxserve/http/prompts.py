@@ -1,13 +1,15 @@
 """From a request's messages or prompts to token ids that the model may be given."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.http.served_model import ServedModel
-from jaxserve.openai.requests import Message, Prompt
+from jaxserve.openai.messages import Conversation
+from jaxserve.openai.requests import Prompt
+from jaxserve.text.detokenizer import Detokenizer
 
 T = TypeVar("T")
 
@@ -15,35 +17,142 @@ T = TypeVar("T")
 _INLINE_CHARS = 1_000
 
 
-async def chat_prompt(messages: Sequence[Message], model: ServedModel) -> tuple[int, ...]:
-    """Render and tokenize a conversation; its ids start with exactly one BOS."""
+class EncodedPrompt(NamedTuple):
+    """A prompt as the model takes it, and the text that it was; None: it was ids, or was cut."""
 
-    def encode() -> tuple[int, ...]:
-        text = model.chat_template.render([message.for_template() for message in messages])
-        return tuple(model.tokenizer.encode(text, add_special_tokens=True))
+    text: str | None
+    token_ids: tuple[int, ...]
 
-    ids = await _run(encode, sum(message.num_chars for message in messages))
-    _check_ids(ids, model, param="messages")
-    return ids
+
+class Echo(NamedTuple):
+    """What of a prompt precedes the answer: its text, and where each of its tokens begins there.
+
+    A chat's echo is the message that the answer continues, whose tokens are not told.
+    """
+
+    text: str = ""
+    offsets: tuple[int, ...] = ()
+
+
+async def chat_prompt(
+    conversation: Conversation,
+    model: ServedModel,
+    *,
+    trusts_template: bool,
+    keep: int | None = None,
+) -> EncodedPrompt:
+    """Render and tokenize a conversation; its ids start with exactly one BOS.
+
+    `keep` is as in `completion_prompts`; `trusts_template`: the conversation may bring its own.
+    """
+    if conversation.chat_template is not None and not trusts_template:
+        raise InvalidRequestError(
+            "chat_template is not accepted: a template is a program;"
+            " --trust-request-chat-template allows it.",
+            param="chat_template",
+        )
+
+    def encode() -> EncodedPrompt:
+        text = model.chat_template.render(
+            [message.for_template() for message in conversation.messages],
+            add_generation_prompt=conversation.add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            source=conversation.chat_template,
+            variables=conversation.template_kwargs,
+        )
+        ids = tuple(model.tokenizer.encode(text, add_special_tokens=True))
+        return _truncated(EncodedPrompt(text, ids), keep)
+
+    num_chars = sum(len(message.text) for message in conversation.messages)
+    prompt = await _run(encode, num_chars)
+    check_ids(prompt.token_ids, model, param="messages")
+    return prompt
 
 
 async def completion_prompts(
-    prompts: Sequence[Prompt], model: ServedModel, *, add_special_tokens: bool
-) -> list[tuple[int, ...]]:
-    """Tokenize text prompts; ids are taken as they are, without a BOS."""
+    prompts: Sequence[Prompt],
+    model: ServedModel,
+    *,
+    add_special_tokens: bool,
+    keep: int | None = None,
+) -> list[EncodedPrompt]:
+    """Tokenize text prompts; ids are taken as they are, without a BOS.
 
-    def encode() -> list[tuple[int, ...]]:
-        return [
-            tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
-            if isinstance(prompt, str)
-            else prompt
-            for prompt in prompts
-        ]
+    Only the last `keep` tokens of each count; None: all.
+    """
 
-    id_lists = await _run(encode, sum(len(prompt) for prompt in prompts))
-    for i, ids in enumerate(id_lists):
-        _check_ids(ids, model, param="prompt" if len(id_lists) == 1 else f"prompt[{i}]")
-    return id_lists
+    def encode_one(prompt: Prompt) -> EncodedPrompt:
+        if isinstance(prompt, str):
+            ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            return _truncated(EncodedPrompt(prompt, tuple(ids)), keep)
+        return _truncated(EncodedPrompt(None, prompt), keep)
+
+    encoded = await _run(
+        lambda: [encode_one(prompt) for prompt in prompts], sum(len(prompt) for prompt in prompts)
+    )
+    for i, prompt in enumerate(encoded):
+        check_ids(prompt.token_ids, model, param="prompt" if len(encoded) == 1 else f"prompt[{i}]")
+    return encoded
+
+
+async def encode(text: str, model: ServedModel, *, add_special_tokens: bool) -> tuple[int, ...]:
+    """Tokenize a text, which may be empty."""
+    return await _run(
+        lambda: tuple(model.tokenizer.encode(text, add_special_tokens=add_special_tokens)),
+        len(text),
+    )
+
+
+def completion_echo(prompt: EncodedPrompt, model: ServedModel) -> Echo:
+    """Return a whole prompt as an echo: as it was sent, or what its ids stand for."""
+    tokenizer = model.tokenizer
+    text = prompt.text
+    if text is None:
+        text = decode(prompt.token_ids, model, skip_special_tokens=True)
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=prompt.text is None)
+    has_added_bos = not text.startswith(str(tokenizer.piece(tokenizer.bos_id)))
+    offsets, offset = [], 0
+    for i, token_id in enumerate(prompt.token_ids):
+        offsets.append(offset)
+        if not (i == 0 and token_id == tokenizer.bos_id and has_added_bos):
+            offset += len(detokenizer.push((token_id,)))
+    return Echo(text, tuple(offsets))
+
+
+def chat_echo(conversation: Conversation) -> Echo:
+    """Return what the answer continues, where that is the model's own message."""
+    last = conversation.messages[-1]
+    return Echo(last.text) if last.role == "assistant" else Echo()
+
+
+def decode(token_ids: Sequence[int], model: ServedModel, *, skip_special_tokens: bool) -> str:
+    """Return the text of ids."""
+    detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=skip_special_tokens)
+    return detokenizer.push(token_ids) + detokenizer.finish()
+
+
+def check_ids(ids: Sequence[int], model: ServedModel, *, param: str) -> None:
+    """Refuse a prompt that the model cannot be given."""
+    if not ids:
+        raise InvalidRequestError(f"{param} holds no token.", param=param)
+    check_vocabulary(ids, model, param=param)
+    placeholders = model.placeholder_token_ids.intersection(ids)
+    if placeholders:
+        raise InvalidRequestError(
+            f"{param} holds token id {min(placeholders)}, which stands for media;"
+            " this server takes text.",
+            param=param,
+        )
+
+
+def check_vocabulary(ids: Sequence[int], model: ServedModel, *, param: str) -> None:
+    """Refuse ids that the model does not know."""
+    largest, vocab_size = max(ids, default=0), model.vocab_size
+    if largest >= vocab_size:
+        raise InvalidRequestError(
+            f"{param} holds token id {largest}; the vocabulary ends at {vocab_size - 1}.",
+            param=param,
+        )
 
 
 async def _run(encode: Callable[[], T], num_chars: int) -> T:
@@ -52,19 +161,7 @@ async def _run(encode: Callable[[], T], num_chars: int) -> T:
     return await anyio.to_thread.run_sync(encode)
 
 
-def _check_ids(ids: tuple[int, ...], model: ServedModel, *, param: str) -> None:
-    if not ids:
-        raise InvalidRequestError(f"{param} holds no token.", param=param)
-    largest, vocab_size = max(ids), model.vocab_size
-    if largest >= vocab_size:
-        raise InvalidRequestError(
-            f"{param} holds token id {largest}; the vocabulary ends at {vocab_size - 1}.",
-            param=param,
-        )
-    placeholders = model.placeholder_token_ids.intersection(ids)
-    if placeholders:
-        raise InvalidRequestError(
-            f"{param} holds token id {min(placeholders)}, which stands for media;"
-            " this server takes text.",
-            param=param,
-        )
+def _truncated(prompt: EncodedPrompt, keep: int | None) -> EncodedPrompt:
+    if keep is None or len(prompt.token_ids) <= keep:
+        return prompt
+    return EncodedPrompt(None, prompt.token_ids[-keep:])

@@ -1,6 +1,5 @@
 """The endpoints."""
 
-import time
 from collections.abc import Callable
 
 import orjson
@@ -8,24 +7,38 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve import logs
+from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
-from jaxserve.http.answers import AnswerWriter
 from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
-from jaxserve.http.disconnect import run_while_connected
-from jaxserve.http.generation import Engine, Generation
-from jaxserve.http.prompts import chat_prompt, completion_prompts
-from jaxserve.http.sequences import plan_sequences
+from jaxserve.http.generate import generate
+from jaxserve.http.generation import Engine
+from jaxserve.http.prompts import (
+    Echo,
+    EncodedPrompt,
+    chat_echo,
+    chat_prompt,
+    check_vocabulary,
+    completion_echo,
+    completion_prompts,
+    decode,
+    encode,
+)
+from jaxserve.http.sequences import prompt_limit
 from jaxserve.http.served_model import ServedModel
-from jaxserve.http.sse import EventStreamResponse
 from jaxserve.metrics import Metrics
-from jaxserve.openai.requests import GenerationOptions, parse_chat_completion, parse_completion
-from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer, model_object
+from jaxserve.openai.messages import Conversation
+from jaxserve.openai.pages import openapi_document
+from jaxserve.openai.requests import (
+    ChatCompletionRequest,
+    parse_chat_completion,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
+from jaxserve.openai.responses import ChatAnswer, CompletionAnswer, model_object
 
 _RETRY_AFTER_S = 5
-# OpenAI's default; a chat's is what is left of the context.
-_COMPLETION_MAX_TOKENS = 16
 
 
 class Endpoints:
@@ -49,30 +62,91 @@ class Endpoints:
         return [
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions/render", self.render, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/live", self.live, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
         ]
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         """Continue a conversation."""
         model = self._ready_model()
         request = parse_chat_completion(await self._body(http))
-        _check_model_name(request.options.model, model)
-        prompt = await chat_prompt(request.messages, model)
-        return await self._generate(http, ChatAnswer, [prompt], request.options, model)
+        _accept(request.options.model, request.options.request_id, http, model)
+        return await generate(
+            http,
+            self._engine,
+            model,
+            self._config,
+            kind=ChatAnswer,
+            prompts=[await self._chat_prompt(request, model)],
+            echoes=[chat_echo(request.conversation) if request.options.echo else Echo()],
+            options=request.options,
+        )
 
     async def completions(self, http: HttpRequest) -> Response:
         """Continue each of some prompts."""
         model = self._ready_model()
         request = parse_completion(await self._body(http))
-        _check_model_name(request.options.model, model)
+        options = request.options
+        _accept(options.model, options.request_id, http, model)
         prompts = await completion_prompts(
-            request.prompts, model, add_special_tokens=request.add_special_tokens
+            request.prompts,
+            model,
+            add_special_tokens=request.add_special_tokens,
+            keep=prompt_limit(options, model),
         )
-        return await self._generate(http, CompletionAnswer, prompts, request.options, model)
+        return await generate(
+            http,
+            self._engine,
+            model,
+            self._config,
+            kind=CompletionAnswer,
+            prompts=prompts,
+            echoes=[completion_echo(p, model) if options.echo else Echo() for p in prompts],
+            options=options,
+        )
+
+    async def render(self, http: HttpRequest) -> Response:
+        """Tell the prompt that a chat completion request would become."""
+        model = self._loaded_model()
+        request = parse_chat_completion(await self._body(http))
+        _accept(request.options.model, request.options.request_id, http, model)
+        prompt = await self._chat_prompt(request, model)
+        return _json({"prompt": prompt.text, "token_ids": prompt.token_ids})
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        """Tell the ids of a text, or of a conversation."""
+        model = self._loaded_model()
+        request = parse_tokenize(await self._body(http))
+        _accept(request.model, None, http, model)
+        if isinstance(request.source, str):
+            ids = await encode(request.source, model, add_special_tokens=request.add_special_tokens)
+        else:
+            ids = (await self._render(request.source, model)).token_ids
+        spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
+        return _json(
+            {
+                "count": len(ids),
+                "max_model_len": model.max_model_len,
+                "tokens": ids,
+                "token_strs": spellings if request.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        """Tell the text of some ids, control tokens included."""
+        model = self._loaded_model()
+        request = parse_detokenize(await self._body(http))
+        _accept(request.model, None, http, model)
+        check_vocabulary(request.tokens, model, param="tokens")
+        return _json({"prompt": decode(request.tokens, model, skip_special_tokens=False)})
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""
@@ -108,49 +182,28 @@ class Endpoints:
             self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
+    async def version(self, http: HttpRequest) -> Response:
+        """Tell the server's version."""
+        return _json({"version": __version__})
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        """Describe the API as OpenAPI does."""
+        return _json(openapi_document(__version__))
+
+    async def _chat_prompt(
+        self, request: ChatCompletionRequest, model: ServedModel
+    ) -> EncodedPrompt:
+        keep = prompt_limit(request.options, model)
+        return await self._render(request.conversation, model, keep=keep)
+
+    async def _render(
+        self, conversation: Conversation, model: ServedModel, *, keep: int | None = None
+    ) -> EncodedPrompt:
+        trusts_template = self._config.trust_request_chat_template
+        return await chat_prompt(conversation, model, trusts_template=trusts_template, keep=keep)
+
     async def _body(self, http: HttpRequest) -> bytes:
         return await read_json_body(http, max_bytes=self._config.max_body_bytes)
-
-    async def _generate(
-        self,
-        http: HttpRequest,
-        kind: type[ChatAnswer] | type[CompletionAnswer],
-        prompts: list[tuple[int, ...]],
-        options: GenerationOptions,
-        model: ServedModel,
-    ) -> Response:
-        is_chat = kind is ChatAnswer
-        request_id = logs.request_id.get()
-        requests = plan_sequences(
-            prompts,
-            options,
-            model,
-            request_id=request_id,
-            param="messages" if is_chat else "prompt",
-            default_max_tokens=None if is_chat else _COMPLETION_MAX_TOKENS,
-            max_sequences=self._config.max_sequences,
-        )
-        answer: Answer = kind(
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
-            created=int(time.time()),
-            model=model.id,
-            prompts=prompts,
-            n=options.n,
-            return_token_ids=options.return_token_ids,
-        )
-        generation = Generation(self._engine, model, requests, stop=options.stop)
-        writer = AnswerWriter(generation=generation, answer=answer, prompts=prompts, n=options.n)
-        if options.stream:
-            return EventStreamResponse(
-                writer.frames(include_usage=options.include_usage),
-                on_end=generation.close,
-                heartbeat_s=self._config.heartbeat_s,
-            )
-        try:
-            body = await run_while_connected(http.receive, writer.whole())
-        finally:
-            generation.close()
-        return Response(body, media_type="application/json")
 
     def _ready_model(self) -> ServedModel:
         phase = self._engine.status.phase
@@ -165,6 +218,15 @@ class Endpoints:
         if model is None:
             raise UnavailableError("The model is not loaded yet.", retry_after_s=_RETRY_AFTER_S)
         return model
+
+
+def _accept(
+    name: str | None, request_id: str | None, http: HttpRequest, model: ServedModel
+) -> None:
+    """Check the model's name, and take the body's request id where no header gives one."""
+    _check_model_name(name, model)
+    if request_id is not None and "x-request-id" not in http.headers:
+        logs.request_id.set(request_id)
 
 
 def _check_model_name(name: str | None, model: ServedModel) -> None:

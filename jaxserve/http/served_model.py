@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,8 +15,9 @@ class ServedModel:
         id: the name that requests use; may hold slashes.
         vocab_size: ids that the model knows, [0, vocab_size); a tokenizer may know more.
         max_model_len: most tokens of prompt and output together.
-        end_token_ids: ids that end a sequence; never shown in text.
+        end_token_ids: ids that end a sequence.
         placeholder_token_ids: media placeholders, refused in prompts.
+        defaults: the checkpoint's own way of sampling.
         created: Unix time in seconds, for the models endpoints.
     """
 
@@ -27,3 +29,4 @@ class ServedModel:
     end_token_ids: frozenset[int]
     placeholder_token_ids: frozenset[int]
     created: int
+    defaults: SamplingDefaults

@@ -7,6 +7,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.models import gemma3, gemma4
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.fields import Fields
+from jaxserve.types import SamplingDefaults
 
 _READERS: dict[str, Callable[[Fields], ModelConfig]] = {
     **dict.fromkeys(gemma3.MODEL_TYPES, gemma3.read_config),
@@ -43,6 +44,34 @@ def _check_fit(config: ModelConfig) -> None:
                 f"config.json: layer {i} has another number of key heads than layer "
                 f"{layer.kv_source}, whose cache it reads"
             )
+
+
+def sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Return how generation_config.json wants to be sampled; what it leaves out is neutral."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return SamplingDefaults()
+    fields = Fields.read(path)
+
+    def number(name: str, neutral: float, low: float, high: float) -> float:
+        value = fields.get(name)
+        if value is None:
+            return neutral
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+        ):
+            raise fields.refusal(name, f"a number between {low:g} and {high:g} is needed")
+        return value
+
+    return SamplingDefaults(
+        temperature=number("temperature", 1.0, 0, 2),
+        top_k=max(0, int(number("top_k", 0, -1, 1 << 30))),
+        top_p=number("top_p", 1.0, 1e-6, 1),
+        min_p=number("min_p", 0.0, 0, 1),
+        repetition_penalty=number("repetition_penalty", 1.0, 1e-6, 10),
+    )
 
 
 def end_token_ids(folder: Path) -> frozenset[int]:

@@ -1,9 +1,10 @@
 """From JSON to typed values: readers that know their path, and fields made of them.
 
 A reader takes a decoded JSON value and its path (`messages[2].content`) and returns a typed value
-or raises a 400 naming that path. A field is a name, a reader and a default; a table of fields reads
-a whole object. What a server accepts, refuses or ignores is therefore data. In an object null means
-absent, and of two equal keys the last one counts.
+or raises a 400 naming that path; it also gives the JSON Schema of what it takes. A field is a name,
+a reader, a default and a description; a table of fields reads a whole object. What a server
+accepts, refuses or ignores is therefore data, from which the API's pages are made as well. In an
+object null means absent, and of two equal keys the last one counts.
 """
 
 # ruff: noqa: D102 - what a reader reads is its class's docstring
@@ -21,6 +22,15 @@ from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
+Schema = dict[str, object]
+"""A JSON Schema."""
+
+MAX_DEPTH = 64
+"""Levels of a free object: what walks it later, a template for one, recurses."""
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+_MAX_TOKEN_ID = 999_999_999
+
 _ESCAPE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
     rb"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
@@ -33,6 +43,9 @@ class Reader(Protocol[T_co]):
     """Turns the JSON value found at `path` into a typed one, or raises InvalidRequestError."""
 
     def __call__(self, value: object, path: str, /) -> T_co: ...
+
+    def schema(self) -> Schema:
+        """Return the JSON Schema of what it takes."""
 
 
 def decode_json(body: bytes) -> object:
@@ -65,6 +78,9 @@ class Boolean:
             raise _wrong_type(path, "a boolean", value)
         return value
 
+    def schema(self) -> Schema:
+        return {"type": "boolean"}
+
 
 @dataclass(frozen=True, slots=True)
 class Integer:
@@ -81,6 +97,9 @@ class Integer:
             limits = f"between {self.minimum} and {self.maximum}"
             raise InvalidRequestError(f"{path} must be {limits}, not {value}.", param=path)
         return value
+
+    def schema(self) -> Schema:
+        return {"type": "integer", "minimum": self.minimum, "maximum": self.maximum}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +124,10 @@ class Number:
             raise InvalidRequestError(f"{path} must be {limits}, not {value}.", param=path)
         return float(value)
 
+    def schema(self) -> Schema:
+        minimum = "exclusiveMinimum" if self.above_minimum else "minimum"
+        return {"type": "number", minimum: self.minimum, "maximum": self.maximum}
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -125,6 +148,35 @@ class Text:
             )
         return value
 
+    def schema(self) -> Schema:
+        schema: Schema = {"type": "string"}
+        if self.min_length:
+            schema["minLength"] = self.min_length
+        if self.max_length is not None:
+            schema["maxLength"] = self.max_length
+        return schema
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A string that identifies something: not empty, and without U+FFFD.
+
+    That is what an unpaired surrogate was made of, so that two names might have become one.
+    """
+
+    max_length: int = 512
+
+    def __call__(self, value: object, path: str) -> str:
+        name = Text(1, self.max_length)(value, path)
+        if "\ufffd" in name:
+            raise InvalidRequestError(
+                f"{path} holds an unpaired surrogate or U+FFFD, which no name may.", param=path
+            )
+        return name
+
+    def schema(self) -> Schema:
+        return Text(1, self.max_length).schema()
+
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
@@ -140,6 +192,9 @@ class OneOf:
                 f"{path} must be one of {', '.join(self.options)}, not {_show(value)}.", param=path
             )
         return value
+
+    def schema(self) -> Schema:
+        return {"type": "string", "enum": list(self.options)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +218,14 @@ class ListOf(Generic[T]):
             )
         return tuple(self.item(entry, f"{path}[{i}]") for i, entry in enumerate(value))
 
+    def schema(self) -> Schema:
+        schema: Schema = {"type": "array", "items": self.item.schema()}
+        if self.min_items:
+            schema["minItems"] = self.min_items
+        if self.max_items is not None:
+            schema["maxItems"] = self.max_items
+        return schema
+
 
 @dataclass(frozen=True, slots=True)
 class OneOrMany(Generic[T]):
@@ -176,15 +239,89 @@ class OneOrMany(Generic[T]):
             return ListOf(self.item, max_items=self.max_items)(value, path)
         return (self.item(value, path),)
 
+    def schema(self) -> Schema:
+        many = ListOf(self.item, max_items=self.max_items).schema()
+        return {"anyOf": [self.item.schema(), many]}
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A list of [min_items, max_items] token ids."""
+
+    min_items: int = 0
+    max_items: int | None = None
+
+    def __call__(self, value: object, path: str) -> tuple[int, ...]:
+        # One pass for the usual case: an id list may hold a whole context.
+        if isinstance(value, list) and value and set(map(type, value)) == {int}:
+            is_short = self.max_items is None or len(value) <= self.max_items
+            if is_short and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID:
+                return tuple(value)
+        return self._list()(value, path)
+
+    def schema(self) -> Schema:
+        return self._list().schema()
+
+    def _list(self) -> ListOf[int]:
+        return ListOf(Integer(0, _MAX_TOKEN_ID), self.min_items, self.max_items)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBiases:
+    """An object from token ids, as decimal strings, to numbers in [-limit, limit].
+
+    Gives pairs in ascending order of ids.
+    """
+
+    limit: float
+    max_items: int
+
+    def __call__(self, value: object, path: str) -> tuple[tuple[int, float], ...]:
+        if not isinstance(value, dict):
+            raise _wrong_type(path, "an object", value)
+        if len(value) > self.max_items:
+            raise InvalidRequestError(
+                f"{path} must hold at most {self.max_items}, not {len(value)}.", param=path
+            )
+        biases = {}
+        for key, bias in value.items():
+            if not _TOKEN_ID.fullmatch(key):
+                raise InvalidRequestError(
+                    f"{path}: the key {_show(key)} is not a token id.", param=path
+                )
+            biases[int(key)] = Number(-self.limit, self.limit)(bias, f"{path}.{key}")
+        return tuple(sorted(biases.items()))
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+            "additionalProperties": Number(-self.limit, self.limit).schema(),
+            "maxProperties": self.max_items,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Any JSON object, not looked into."""
+    """Any JSON object of at most MAX_DEPTH levels."""
 
     def __call__(self, value: object, path: str) -> Mapping[str, object]:
         if not isinstance(value, dict):
             raise _wrong_type(path, "an object", value)
-        return value
+        level: list[dict[str, object] | list[object]] = [value]
+        for _ in range(MAX_DEPTH):
+            level = [
+                child
+                for entry in level
+                for child in (entry.values() if isinstance(entry, dict) else entry)
+                if isinstance(child, dict | list)
+            ]
+            if not level:
+                return value
+        raise InvalidRequestError(f"{path} is nested deeper than {MAX_DEPTH} levels.", param=path)
+
+    def schema(self) -> Schema:
+        return {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +336,9 @@ class Neutral:
                 f"{path}={_show(value)} is not supported by this server.", param=path
             )
 
+    def schema(self) -> Schema:
+        return {"enum": [*self.values, None]}
+
 
 @dataclass(frozen=True, slots=True)
 class Inert:
@@ -209,17 +349,22 @@ class Inert:
     def __call__(self, value: object, path: str) -> None:
         self.reader(value, path)
 
+    def schema(self) -> Schema:
+        return self.reader.schema()
+
 
 @dataclass(frozen=True, slots=True)
 class Field(Generic[T]):
     """One key of an object; `default` stands in where it is absent or null.
 
-    Where it is required, absent and null are refused.
+    Where it is required, absent and null are refused. `about` is for the API's pages; fields that
+    are refused or change nothing say so by themselves.
     """
 
     name: str
     read: Reader[T]
     default: T
+    about: str = ""
     required: bool = False
 
 
@@ -272,6 +417,26 @@ class Object:
 
     def __call__(self, value: object, path: str) -> Values:
         return read_object(value, path, self.fields)
+
+    def schema(self) -> Schema:
+        return object_schema(self.fields)
+
+
+def object_schema(fields: FieldTable) -> Schema:
+    """Return the JSON Schema of an object that a table reads."""
+    schema: Schema = {
+        "type": "object",
+        "properties": {
+            field.name: {
+                **field.read.schema(),
+                **({"description": field.about} if field.about else {}),
+            }
+            for field in fields.values()
+        },
+        "additionalProperties": False,
+    }
+    required = [field.name for field in fields.values() if field.required]
+    return {**schema, "required": required} if required else schema
 
 
 def _wrong_type(path: str, wanted: str, value: object) -> InvalidRequestError:

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import orjson
 
 from jaxserve.errors import ApiError
+from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 
 FinishReason = Literal["stop", "length"]
 
@@ -43,14 +44,18 @@ class Choice:
     """One finished choice.
 
     Attributes:
-        stop_reason: the stop string that ended it, if one did.
+        stop_reason: the stop string, or the id of `stop_token_ids`, that ended it, if one did.
+        logprobs: its tokens' log-probabilities as the format writes them.
+        prompt_logprobs: those of its prompt.
     """
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    stop_reason: str | None
+    stop_reason: str | int | None
+    logprobs: Mapping[str, object] | None = None
+    prompt_logprobs: Sequence[object] | None = None
 
 
 class Answer(ABC):
@@ -63,7 +68,7 @@ class Answer(ABC):
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     _text_head: ClassVar[bytes]
-    _text_tail: ClassVar[bytes]
+    _text_end: ClassVar[bytes]
 
     def __init__(
         self,
@@ -83,8 +88,14 @@ class Answer(ABC):
         self._stem = b"data: " + meta[:-1] + b',"choices":'
 
     @abstractmethod
-    def first_chunk(self, index: int) -> bytes:
+    def first_chunk(self, index: int, usage: Usage | None) -> bytes:
         """Open a choice; empty where the format has no such chunk."""
+
+    @abstractmethod
+    def write_logprobs(
+        self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
+    ) -> Mapping[str, object]:
+        """Give a choice's `logprobs`."""
 
     @abstractmethod
     def _wire_choice(self, choice: Choice) -> dict[str, object]: ...
@@ -92,18 +103,38 @@ class Answer(ABC):
     @abstractmethod
     def _wire_finish(self) -> dict[str, object]: ...
 
-    def text_chunk(self, index: int, text: str, token_ids: tuple[int, ...]) -> bytes:
-        """Carry one step's text of a choice; b"" where there is nothing to carry."""
-        if self._return_token_ids and token_ids:
-            ids = b',"token_ids":' + orjson.dumps(token_ids)
-        elif text:
-            ids = b""
-        else:
-            return b""
-        head = self._stem + self._text_head % index
-        return head + orjson.dumps(text) + self._text_tail + ids + b"}]}\n\n"
+    def text_chunk(
+        self,
+        index: int,
+        text: str,
+        token_ids: tuple[int, ...],
+        logprobs: Mapping[str, object] | None = None,
+        usage: Usage | None = None,
+    ) -> bytes:
+        """Carry one step's text of a choice; b"" where there is nothing to carry.
 
-    def last_chunk(self, index: int, finish_reason: FinishReason, stop_reason: str | None) -> bytes:
+        `usage` is what has been used so far, where every chunk is to tell it.
+        """
+        if not (text or logprobs or (self._return_token_ids and token_ids)):
+            return b""
+        parts = [self._stem, self._text_head % index, orjson.dumps(text), self._text_end]
+        parts += b',"logprobs":', b"null" if logprobs is None else orjson.dumps(logprobs)
+        parts.append(b',"finish_reason":null')
+        if self._return_token_ids:
+            parts += b',"token_ids":', orjson.dumps(token_ids)
+        parts.append(b"}]")
+        if usage is not None:
+            parts += b',"usage":', orjson.dumps(usage.to_wire())
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+    def last_chunk(
+        self,
+        index: int,
+        finish_reason: FinishReason,
+        stop_reason: str | int | None,
+        usage: Usage | None,
+    ) -> bytes:
         """Close a choice."""
         choice = {
             "index": index,
@@ -112,11 +143,11 @@ class Answer(ABC):
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
         }
-        return self._chunk({"choices": [choice]})
+        return self._chunk({"choices": [choice]}, usage)
 
     def usage_chunk(self, usage: Usage) -> bytes:
         """Report the usage; comes last before the end, with no choices."""
-        return self._chunk({"choices": [], "usage": usage.to_wire()})
+        return self._chunk({"choices": []}, usage)
 
     def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
         """Write the whole answer; `choices` in order of their index."""
@@ -127,14 +158,20 @@ class Answer(ABC):
                 "choices": [self._wire_choice(choice) for choice in choices],
                 "usage": usage.to_wire(),
                 **self._prompt_of_answer(),
+                **self._scores_of_answer(choices),
             }
         )
 
-    def _chunk(self, fields: Mapping[str, object]) -> bytes:
+    def _chunk(self, fields: Mapping[str, object], usage: Usage | None) -> bytes:
         chunk = {"object": self.chunk_object, **self._meta, **fields}
+        if usage is not None:
+            chunk["usage"] = usage.to_wire()
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _prompt_of_answer(self) -> dict[str, object]:
+        return {}
+
+    def _scores_of_answer(self, choices: Sequence[Choice]) -> dict[str, object]:
         return {}
 
     def _token_ids(self, choice: Choice) -> dict[str, object]:
@@ -147,9 +184,9 @@ class ChatAnswer(Answer):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     _text_head = b'[{"index":%d,"delta":{"content":'
-    _text_tail = b'},"logprobs":null,"finish_reason":null'
+    _text_end = b"}"
 
-    def first_chunk(self, index: int) -> bytes:
+    def first_chunk(self, index: int, usage: Usage | None) -> bytes:
         """Name the role."""
         choice = {
             "index": index,
@@ -157,13 +194,19 @@ class ChatAnswer(Answer):
             "logprobs": None,
             "finish_reason": None,
         }
-        return self._chunk({"choices": [choice], **self._prompt_of_answer()})
+        return self._chunk({"choices": [choice], **self._prompt_of_answer()}, usage)
+
+    def write_logprobs(
+        self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
+    ) -> Mapping[str, object]:
+        """Give a choice's `logprobs`."""
+        return writer.chat(tokens)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **self._token_ids(choice),
@@ -175,6 +218,10 @@ class ChatAnswer(Answer):
     def _prompt_of_answer(self) -> dict[str, object]:
         return {"prompt_token_ids": self._prompts[0]} if self._return_token_ids else {}
 
+    def _scores_of_answer(self, choices: Sequence[Choice]) -> dict[str, object]:
+        scores = choices[0].prompt_logprobs
+        return {} if scores is None else {"prompt_logprobs": scores}
+
 
 class CompletionAnswer(Answer):
     """Writes completions."""
@@ -182,9 +229,9 @@ class CompletionAnswer(Answer):
     whole_object = "text_completion"
     chunk_object = "text_completion"
     _text_head = b'[{"index":%d,"text":'
-    _text_tail = b',"logprobs":null,"finish_reason":null'
+    _text_end = b""
 
-    def first_chunk(self, index: int) -> bytes:
+    def first_chunk(self, index: int, usage: Usage | None) -> bytes:
         """Give the prompt's ids where they are wanted; there is no such chunk otherwise."""
         if not self._return_token_ids:
             return b""
@@ -196,7 +243,13 @@ class CompletionAnswer(Answer):
             "token_ids": (),
             "prompt_token_ids": self._prompts[index // self._n],
         }
-        return self._chunk({"choices": [choice]})
+        return self._chunk({"choices": [choice]}, usage)
+
+    def write_logprobs(
+        self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
+    ) -> Mapping[str, object]:
+        """Give a choice's `logprobs`."""
+        return writer.completion(tokens, num_top)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
         ids = self._token_ids(choice)
@@ -205,10 +258,15 @@ class CompletionAnswer(Answer):
         return {
             "index": choice.index,
             "text": choice.text,
-            "logprobs": None,
+            "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
             **ids,
+            **(
+                {}
+                if choice.prompt_logprobs is None
+                else {"prompt_logprobs": choice.prompt_logprobs}
+            ),
         }
 
     def _wire_finish(self) -> dict[str, object]:

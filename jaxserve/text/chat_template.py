@@ -6,6 +6,7 @@ loaded; any thread.
 """
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -41,11 +42,11 @@ class ChatTemplate:
         Raises:
             ModelLoadError: a template is not valid Jinja.
         """
-        environment = _environment()
+        self._environment = _environment()
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {
-                name: environment.from_string(source) for name, source in sources.items()
+                name: self._environment.from_string(source) for name, source in sources.items()
             }
         except jinja2.TemplateSyntaxError as error:
             raise ModelLoadError(
@@ -73,7 +74,9 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **kwargs: Any,
+        continue_final_message: bool = False,
+        source: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt's text, with a BOS where the template writes one.
 
@@ -81,16 +84,24 @@ class ChatTemplate:
             messages: as in a chat completion request.
             tools: as in a chat completion request.
             add_generation_prompt: open the model's turn at the end.
-            kwargs: variables of this checkpoint's template.
+            continue_final_message: end the prompt where the last message's content ends.
+            source: a template in place of the checkpoint's own.
+            variables: further ones of this checkpoint's template.
 
         Raises:
             InvalidRequestError: there is no template, or the template refuses the messages.
         """
-        template = self._choose(with_tools=bool(tools))
-        variables = self._special_tokens | kwargs
+        mark = secrets.token_hex(16) if continue_final_message else ""
+        if mark:
+            messages = [*messages[:-1], _with_mark(messages[-1], mark)]
         try:
-            return template.render(
-                variables,
+            template = (
+                self._choose(with_tools=bool(tools))
+                if source is None
+                else self._environment.from_string(source)
+            )
+            text = template.render(
+                {**self._special_tokens, **(variables or {})},
                 messages=messages,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -99,6 +110,15 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the chat template refused the messages: {error}", param="messages"
             ) from error
+        if not mark:
+            return text
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template does not write the last message, which is to be continued",
+                param="continue_final_message",
+            )
+        return before
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
         template = self._templates.get("tool_use") if with_tools else None
@@ -108,6 +128,15 @@ class ChatTemplate:
                 "this checkpoint has no chat template; use /v1/completions", param="messages"
             )
         return template
+
+
+def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    """Return a message with a mark where its content ends, however the template trims that."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    *parts, last = content
+    return {**message, "content": [*parts, {**last, "text": last["text"] + mark}]}
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -99,6 +99,10 @@ class Tokenizer:
         """Return the id of an exact spelling; None, never the unknown id, where there is none."""
         return self._tokenizer.token_to_id(token)
 
+    def piece(self, token_id: int) -> str | int:
+        """Return the text that a token stands for, or its byte; "" outside of the vocabulary."""
+        return self.pieces.get(token_id, "")
+
     def id_to_token(self, token_id: int) -> str | None:
         """Return a token's spelling in the vocabulary; None outside of it."""
         return self._tokenizer.id_to_token(token_id)

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from jaxserve.http.served_model import ServedModel
-from jaxserve.openai.requests import MAX_CHOICES
+from jaxserve.openai.options import MAX_CHOICES
 from tests.fake_engine import FakeEngine, Script, ids
 from tests.http.conftest import Serve
 from tests.http.driver import JSON, get, open_connection, open_post, post

@@ -37,7 +37,7 @@ USER = {"role": "user", "content": "go"}
         ({"min_p": 2}, "min_p"),
         ({"logit_bias": {"999999": 5}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
-        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias.5"),
         ({"top_logprobs": 99}, "top_logprobs"),
         ({"stop": [1]}, "stop[0]"),
         ({"stop": ""}, "stop"),

@@ -56,11 +56,22 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "compile_cache": "",
         "drain_s": 0.5,
         "heartbeat_s": 0.0,
+        "api_key": ("one", "two"),
+        "cors_origin": ("https://a.example", "*"),
+        "generation_config": "off",
+        "trust_request_chat_template": True,
         "max_body_bytes": 7,
         "log_level": "DEBUG",
     }
     assert set(values) == {field.name for field in fields(ServeConfig)}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    flags = []
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            flags.append(flag)
+        else:
+            each = value if isinstance(value, tuple) else (value,)
+            flags += [f"{flag}={one}" for one in each]
 
     cli.main(["serve", *flags])
 

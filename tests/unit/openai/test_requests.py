@@ -83,7 +83,7 @@ def test_completion_ignores_null(name: str) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "length_penalty": 1},
         {"logit_bias": {}, "logprobs": False, "top_logprobs": 0},
         {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False},
         {"tool_choice": "none", "functions": [], "function_call": "auto"},
@@ -91,7 +91,8 @@ def test_completion_ignores_null(name: str) -> None:
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
         {"safety_identifier": "s", "prompt_cache_key": "k", "cache_salt": "s"},
         {"skip_special_tokens": True, "min_tokens": 0, "stop_token_ids": [], "bad_words": []},
-        {"top_k": -1, "temperature": 1, "top_p": 1, "min_p": 0, "stop": [], "stream": False},
+        {"stop": [], "stream": False, "echo": False, "priority": 0, "chat_template_kwargs": {}},
+        {"add_generation_prompt": True, "continue_final_message": False},
     ],
 )
 def test_chat_values_that_ask_for_nothing(fields: dict[str, object]) -> None:
@@ -137,7 +138,7 @@ def test_stream_options() -> None:
 
 def test_developer_is_system() -> None:
     request = chat(messages=[{"role": "developer", "content": "x"}])
-    assert request.messages[0].for_template() == {"role": "system", "content": "x"}
+    assert request.conversation.messages[0].for_template() == {"role": "system", "content": "x"}
 
 
 json_values = st.recursive(

@@ -28,8 +28,10 @@ def conversations() -> list[Any]:
 
 @pytest.mark.parametrize("case", conversations())
 def test_gemma4_conversation_renders_to_the_reference(case: dict[str, Any]) -> None:
+    variables = dict(case["kwargs"])
+    opens = variables.pop("add_generation_prompt", True)
     rendered = ChatTemplate.load(DATA / "gemma4_chat").render(
-        case["messages"], tools=case["tools"], **case["kwargs"]
+        case["messages"], tools=case["tools"], add_generation_prompt=opens, variables=variables
     )
     assert rendered == case["text"]
     tokenizer = Tokenizer.load(DATA / "tiny_tokenizer")
@@ -80,7 +82,7 @@ def test_loop_controls() -> None:
 
 def test_tojson_escapes_neither_html_nor_other_scripts() -> None:
     source = "{{ x | tojson }} {{ y | tojson(indent=1) }}"
-    assert template(source).render(USER, x="<é>", y=[1]) == '"<é>" [\n 1\n]'
+    assert template(source).render(USER, variables={"x": "<é>", "y": [1]}) == '"<é>" [\n 1\n]'
 
 
 def test_strftime_now() -> None:

@@ -1,0 +1,46 @@
+"""Who may call: with keys configured, everything but the probes needs one of them.
+
+Pure ASGI, in front of the routes: what is not listed here is closed, routes to come as well.
+"""
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from jaxserve.errors import AuthenticationError
+from jaxserve.http.errors import error_response
+
+# What load balancers and orchestrators ask; neither tells anything of the model or its users.
+_OPEN_PATHS = frozenset({"/health", "/live"})
+
+
+class AuthMiddleware:
+    """Lets requests in that bring a key as `Authorization: Bearer KEY`."""
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it with 401."""
+        if scope["type"] != "http" or self._is_let_in(scope):
+            await self._app(scope, receive, send)
+            return
+        error = AuthenticationError(
+            "This server needs an API key: send it as the header Authorization: Bearer KEY."
+        )
+        response = error_response(error, {"www-authenticate": "Bearer"})
+        await response(scope, receive, send)
+
+    def _is_let_in(self, scope: Scope) -> bool:
+        # A browser asks with OPTIONS before it sends a key, and no route does anything for it.
+        if scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+            return True
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(values) != 1:
+            return False
+        scheme, _, key = values[0].partition(b" ")
+        # All are compared, and each in constant time: how long it takes tells nothing.
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)

@@ -1,0 +1,84 @@
+"""From a parsed request with its prompts to the response: sequences out, an answer back."""
+
+import time
+from collections.abc import Sequence
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from jaxserve import logs
+from jaxserve.http.answers import AnswerWriter
+from jaxserve.http.choice import ChoiceText
+from jaxserve.http.config import HttpConfig
+from jaxserve.http.disconnect import run_while_connected
+from jaxserve.http.generation import Engine, Generation
+from jaxserve.http.prompts import Echo, EncodedPrompt
+from jaxserve.http.sequences import plan_sequences
+from jaxserve.http.served_model import ServedModel
+from jaxserve.http.sse import EventStreamResponse
+from jaxserve.openai.logprobs import LogprobsWriter
+from jaxserve.openai.options import GenerationOptions
+from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer
+from jaxserve.text.stop_strings import StopAutomaton
+
+# OpenAI's default; a chat's is what is left of the context.
+_COMPLETION_MAX_TOKENS = 16
+
+
+async def generate(
+    http: HttpRequest,
+    engine: Engine,
+    model: ServedModel,
+    config: HttpConfig,
+    *,
+    kind: type[ChatAnswer] | type[CompletionAnswer],
+    prompts: Sequence[EncodedPrompt],
+    echoes: Sequence[Echo],
+    options: GenerationOptions,
+) -> Response:
+    """Generate `n` answers to each prompt; a stream is sent when the response is."""
+    is_chat = kind is ChatAnswer
+    request_id = logs.request_id.get()
+    id_lists = [prompt.token_ids for prompt in prompts]
+    requests = plan_sequences(
+        id_lists,
+        options,
+        model,
+        request_id=request_id,
+        param="messages" if is_chat else "prompt",
+        default_max_tokens=None if is_chat else _COMPLETION_MAX_TOKENS,
+        tells_echo=options.echo and not is_chat,
+        max_sequences=config.max_sequences,
+    )
+    stop = StopAutomaton(options.stop)
+    choices = [
+        ChoiceText(model, options, request.sampling, stop, offset=len(echoes[i // options.n].text))
+        for i, request in enumerate(requests)
+    ]
+    answer: Answer = kind(
+        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+        created=int(time.time()),
+        model=model.id,
+        prompts=id_lists,
+        n=options.n,
+        return_token_ids=options.return_token_ids,
+    )
+    generation = Generation(engine, requests, choices)
+    writer = AnswerWriter(
+        generation=generation,
+        answer=answer,
+        prompts=prompts,
+        choices=choices,
+        echoes=echoes,
+        options=options,
+        logprobs=LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids),
+    )
+    if options.stream:
+        return EventStreamResponse(
+            writer.frames(), on_end=generation.close, heartbeat_s=config.heartbeat_s
+        )
+    try:
+        body = await run_while_connected(http.receive, writer.whole())
+    finally:
+        generation.close()
+    return Response(body, media_type="application/json")

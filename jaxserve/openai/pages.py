@@ -1,0 +1,193 @@
+"""The API's pages, made from the field tables: /openapi.json, and docs/api.md for readers."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import orjson
+
+from jaxserve.openai.fields import Field, FieldTable, Inert, Neutral, Schema, object_schema
+from jaxserve.openai.requests import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    DETOKENIZE_FIELDS,
+    TOKENIZE_CHAT_FIELDS,
+    TOKENIZE_FIELDS,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Endpoint:
+    """A path with what it takes: one of several tables; none: it takes no body."""
+
+    path: str
+    about: str
+    tables: tuple[FieldTable, ...] = ()
+    streams: bool = False
+
+    @property
+    def method(self) -> str:
+        return "post" if self.tables else "get"
+
+
+_ENDPOINTS = (
+    _Endpoint(
+        path="/v1/chat/completions",
+        about="Continue a conversation.",
+        tables=(CHAT_FIELDS,),
+        streams=True,
+    ),
+    _Endpoint(
+        path="/v1/completions",
+        about="Continue each of some prompts.",
+        tables=(COMPLETION_FIELDS,),
+        streams=True,
+    ),
+    _Endpoint(
+        path="/v1/chat/completions/render",
+        about="Tell the prompt that a chat completion request would become: `prompt`, `token_ids`.",
+        tables=(CHAT_FIELDS,),
+    ),
+    _Endpoint(
+        path="/tokenize",
+        about="Tell the ids of a text, or of a conversation: `count`, `max_model_len`, `tokens`,"
+        " `token_strs`.",
+        tables=(TOKENIZE_FIELDS, TOKENIZE_CHAT_FIELDS),
+    ),
+    _Endpoint(
+        path="/detokenize",
+        about="Tell the text of some ids, control tokens included: `prompt`.",
+        tables=(DETOKENIZE_FIELDS,),
+    ),
+    _Endpoint(path="/v1/models", about="List the one model."),
+    _Endpoint(path="/v1/models/{id}", about="Describe the one model."),
+    _Endpoint(path="/health", about="200 only when requests are served; else 503 with the phase."),
+    _Endpoint(path="/live", about="200 while the process lives."),
+    _Endpoint(path="/metrics", about="Prometheus' text format."),
+    _Endpoint(path="/version", about="The server's version."),
+    _Endpoint(path="/openapi.json", about="This API in OpenAPI's form."),
+)
+
+_ERROR_SCHEMA: Schema = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+
+
+def openapi_document(version: str) -> Schema:
+    """Return the API as an OpenAPI 3.1 document."""
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": version},
+        "paths": {end.path: {end.method: _operation(end)} for end in _ENDPOINTS},
+        "components": {"schemas": {"Error": _ERROR_SCHEMA}},
+    }
+
+
+def api_page() -> str:
+    """Return docs/api.md."""
+    return "\n".join(_page_lines()) + "\n"
+
+
+def _operation(end: _Endpoint) -> Schema:
+    answer: Schema = {"application/json": {"schema": {"type": "object"}}}
+    if end.streams:
+        answer["text/event-stream"] = {"schema": {"type": "string"}}
+    if end.path == "/metrics":
+        answer = {"text/plain": {"schema": {"type": "string"}}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation: Schema = {
+        "summary": end.about,
+        "responses": {
+            "200": {"description": "the answer", "content": answer},
+            "default": {"description": "an error", "content": error},
+        },
+    }
+    if "{id}" in end.path:
+        operation["parameters"] = [
+            {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
+    if end.tables:
+        schemas = [object_schema(fields) for fields in end.tables]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        body = {"application/json": {"schema": schema}}
+        operation["requestBody"] = {"required": True, "content": body}
+    return operation
+
+
+def _page_lines() -> Iterator[str]:
+    yield "# API"
+    yield ""
+    yield "Made by `scripts/api_page.py` from the tables of fields that read the requests."
+    yield "`null` is as good as absent. An unknown field is refused with 400, and so is every value"
+    yield "outside of what is given here, in the form of [errors.md](errors.md). The endpoints are"
+    yield "OpenAI's and vLLM's."
+    for end in _ENDPOINTS:
+        yield ""
+        yield f"## `{end.method.upper()} {end.path}`"
+        yield ""
+        yield end.about
+        if end.tables == (CHAT_FIELDS,) and not end.streams:
+            yield ""
+            yield "The fields are those of `/v1/chat/completions`."
+            continue
+        for fields in end.tables:
+            yield from _table_lines(fields)
+
+
+def _table_lines(fields: FieldTable) -> Iterator[str]:
+    yield ""
+    yield "| field | takes | what |"
+    yield "|---|---|---|"
+    for field in fields.values():
+        if not isinstance(field.read, Inert | Neutral):
+            about = f"**required**: {field.about}" if field.required else field.about
+            yield f"| `{field.name}` | {_takes(field.read.schema())} | {about} |"
+    inert = [field for field in fields.values() if isinstance(field.read, Inert)]
+    if inert:
+        yield ""
+        yield f"Accepted, and changes no answer: {', '.join(f'`{field.name}`' for field in inert)}."
+    refused = [field for field in fields.values() if isinstance(field.read, Neutral)]
+    if refused:
+        yield ""
+        yield "Refused unless it asks for nothing: " + ", ".join(map(_refused, refused)) + "."
+
+
+def _refused(field: Field[object]) -> str:
+    values = [orjson.dumps(value).decode() for value in cast(Neutral, field.read).values]
+    return f"`{field.name}`" + (
+        f" ({', '.join(f'`{value}`' for value in values)})" if values else ""
+    )
+
+
+def _takes(schema: Schema) -> str:
+    """Say in words what a schema takes."""
+    if "anyOf" in schema:
+        kinds = dict.fromkeys(_takes(each) for each in cast(list[Schema], schema["anyOf"]))
+        return " or ".join(kinds)
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in cast(list[object], schema["enum"]))
+    kind = cast(str, schema["type"])
+    if kind == "array":
+        most = f" of at most {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"list{most} ({_takes(cast(Schema, schema['items']))})"
+    if kind == "string":
+        return f"text, at most {schema['maxLength']}" if "maxLength" in schema else "text"
+    if kind in ("integer", "number"):
+        least = f"> {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else ""
+        return f"{kind}, {least or schema.get('minimum')} to {schema['maximum']}"
+    if kind == "object" and "properties" in schema:
+        return "object: " + ", ".join(f"`{name}`" for name in cast(Schema, schema["properties"]))
+    return kind
