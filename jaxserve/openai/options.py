@@ -26,16 +26,15 @@ from jaxserve.openai.fields import (
     Values,
     table,
 )
+from jaxserve.types import MAX_BAD_WORDS, MAX_LOGPROBS
 
 MAX_CHOICES = 128
 # Longer lists and strings keep the event loop from everybody's streams.
 MAX_STOP_CHARS = 1024
 MAX_STOPS = 16
-MAX_BAD_WORDS = 32
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_TOP_LOGPROBS = 20
 # Above every vocabulary: a larger top_k can only be a mistake.
 _MAX_TOP_K = 1 << 20
 LARGEST_BUDGET = (1 << 31) - 1
@@ -154,9 +153,9 @@ _ALLOWED_TOKEN_IDS: Field[tuple[int, ...] | None] = Field(
 )
 _BAD_WORDS: Field[tuple[str, ...]] = Field(
     "bad_words",
-    ListOf(Text(1, MAX_BAD_WORD_CHARS), max_items=MAX_BAD_WORDS),
+    ListOf(Text(1, MAX_BAD_WORD_CHARS), max_items=MAX_BAD_WORDS // 2),
     (),
-    "texts whose tokens are never generated in that order",
+    "texts whose tokens, with or without a space before, are never generated in that order",
 )
 _SEED: Field[int | None] = Field(
     "seed", Integer(-(1 << 63), (1 << 64) - 1), None, "same seed, same request, same tokens"
@@ -190,7 +189,7 @@ _TOKENS_AS_IDS = Field(
 )
 _PROMPT_LOGPROBS: Field[int | None] = Field(
     "prompt_logprobs",
-    Integer(0, MAX_TOP_LOGPROBS),
+    Integer(0, MAX_LOGPROBS),
     None,
     "tell the log-probabilities of the prompt's tokens, with so many of the likeliest;"
     " not in streams",

@@ -26,13 +26,13 @@ from jaxserve.openai.messages import CONVERSATION_FIELDS, Conversation, read_con
 from jaxserve.openai.options import (
     LARGEST_BUDGET,
     MAX_CHOICES,
-    MAX_TOP_LOGPROBS,
     MODEL,
     OPTION_FIELDS,
     GenerationOptions,
     N,
     read_options,
 )
+from jaxserve.types import MAX_LOGPROBS
 
 # More keep the event loop from everybody's streams.
 MAX_PROMPTS = 1024
@@ -121,7 +121,7 @@ _CHAT_LOGPROBS = Field(
 )
 _TOP_LOGPROBS: Field[int | None] = Field(
     "top_logprobs",
-    Integer(0, MAX_TOP_LOGPROBS),
+    Integer(0, MAX_LOGPROBS),
     None,
     "with each, so many of the likeliest tokens; needs logprobs",
 )
@@ -166,7 +166,7 @@ _ADD_SPECIAL_TOKENS = Field(
 _BEST_OF: Field[int | None] = Field("best_of", Integer(1, MAX_CHOICES), None, "only the value of n")
 _LOGPROBS: Field[int | None] = Field(
     "logprobs",
-    Integer(0, MAX_TOP_LOGPROBS),
+    Integer(0, MAX_LOGPROBS),
     None,
     "tell the log-probabilities of the answer's tokens, with so many of the likeliest",
 )
