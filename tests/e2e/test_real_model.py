@@ -1,30 +1,34 @@
 """Gemma 3 270M served as a user would, against what transformers wrote.
 
-The wire has no log probabilities: the paragraph's perplexity is checked in tests/model, through the
-same layers. Programs are kept where the server keeps them, in the user's cache: a first run takes
-minutes, later ones do not.
+Programs are kept where the server keeps them, in the user's cache: a first run takes minutes, later
+ones do not.
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.server import PATIENCE_S, ServerProcess
-from tests.model.reference import CLEAR_GAP, gemma3_270m_folder, gemma3_270m_reference
+from tests.model.reference import ATOL, CLEAR_GAP, gemma3_270m_folder, gemma3_270m_reference
 
 BFLOAT16_TIE = 0.2
 """Two logits closer than this may change places where bfloat16 rounds otherwise."""
+
+NUM_STREAMED = 24
 
 pytestmark = [pytest.mark.real_model, pytest.mark.timeout(900)]
 
 
 def serve(folder: Path, dtype: str, max_model_len: int) -> Iterator[ServerProcess]:
     flags = [
-        *("--model", str(gemma3_270m_folder()), "--dtype", dtype, "--max-batch", "8"),
+        *("--model", str(gemma3_270m_folder()), "--served-model-name", "gemma3-270m"),
+        *("--dtype", dtype, "--max-batch", "8"),
         *("--max-model-len", str(max_model_len), "--kv-cache-bytes", str(1 << 28)),
     ]
     with ServerProcess(folder, flags) as server:
@@ -32,15 +36,15 @@ def serve(folder: Path, dtype: str, max_model_len: int) -> Iterator[ServerProces
         yield server
 
 
-@pytest.fixture
-def float32(tmp_path: Path) -> Iterator[ServerProcess]:
-    yield from serve(tmp_path, "float32", max_model_len=700)
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    yield from serve(tmp_path_factory.mktemp("float32"), "float32", max_model_len=700)
 
 
-@pytest.fixture
-def bfloat16(tmp_path: Path) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module")
+def bfloat16(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     # Short contexts need fewer programs.
-    yield from serve(tmp_path, "bfloat16", max_model_len=60)
+    yield from serve(tmp_path_factory.mktemp("bfloat16"), "bfloat16", max_model_len=60)
 
 
 def prompts() -> dict[str, Any]:
@@ -62,16 +66,67 @@ async def test_greedy_texts_are_the_recorded_ones(float32: ServerProcess) -> Non
         for prompt in prompts().values()
     ]
 
-    alone = [(await complete(float32, body))[0]["token_ids"] for body in bodies]
+    alone = [(await complete(float32, {**body, "logprobs": 2}))[0] for body in bodies]
     # Eight at once, the first two again.
     together = await complete(float32, *bodies, *bodies[:2])
 
-    assert [choice["token_ids"] for choice in together] == alone + alone[:2]
-    for prompt, ids in zip(prompts().values(), alone, strict=True):
+    ids = [choice["token_ids"] for choice in alone]
+    assert [choice["token_ids"] for choice in together] == ids + ids[:2]
+    for prompt, choice in zip(prompts().values(), alone, strict=True):
         unclear = [gap < CLEAR_GAP for gap in prompt["gaps"]]
         num_clear = unclear.index(True) if True in unclear else len(unclear)
         assert num_clear > 0
-        assert ids[:num_clear] == prompt["greedy"][:num_clear]
+        assert choice["token_ids"][:num_clear] == prompt["greedy"][:num_clear]
+        tops = [sorted(top.values()) for top in choice["logprobs"]["top_logprobs"]]
+        gaps = [top[-1] - top[-2] for top in tops[:num_clear]]
+        assert gaps == pytest.approx(prompt["gaps"][:num_clear], rel=0, abs=2 * ATOL)
+
+
+async def test_log_probabilities_of_a_paragraph_are_the_recorded_ones(
+    float32: ServerProcess,
+) -> None:
+    recorded = gemma3_270m_reference()["_paragraph"]
+    (choice,) = await complete(
+        float32, {"prompt": recorded["ids"], "max_tokens": 1, "prompt_logprobs": 0}
+    )
+
+    scores = [
+        entry[str(token_id)]["logprob"]
+        for token_id, entry in zip(recorded["ids"][1:], choice["prompt_logprobs"][1:], strict=True)
+    ]
+    assert choice["prompt_logprobs"][0] is None
+    assert scores == pytest.approx(recorded["token_logprobs"], rel=0, abs=ATOL)
+    perplexity = math.exp(-sum(scores) / len(scores))
+    assert perplexity == pytest.approx(recorded["ppl"], rel=1e-4)
+
+
+async def test_eight_clients_stream_from_one_batch(float32: ServerProcess) -> None:
+    """Streams through the `openai` package get the tokens of each alone, in shared decode steps."""
+    name = "jaxserve_step_duration_seconds_count"
+    chosen = [*prompts().values(), *prompts().values()][:8]
+    texts = [await streamed(float32, prompt["prompt"]) for prompt in chosen]
+    before = float32.metric(name)
+
+    together = await asyncio.gather(*(streamed(float32, prompt["prompt"]) for prompt in chosen))
+
+    assert list(together) == texts
+    # Eight prompts may take a step each, and then all rows share theirs.
+    assert float32.metric(name) - before <= NUM_STREAMED + 8 + 2
+
+
+async def streamed(server: ServerProcess, prompt: str) -> str:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        stream = await client.completions.create(
+            model="gemma3-270m",
+            prompt=prompt,
+            max_tokens=NUM_STREAMED,
+            temperature=0.0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        texts = [chunk.choices[0].text async for chunk in stream]
+    assert len(texts) > NUM_STREAMED // 2  # as they came, not all at the end
+    return "".join(texts)
 
 
 async def test_bfloat16_is_sane_and_the_same_in_company(bfloat16: ServerProcess) -> None:
