@@ -9,17 +9,24 @@ A level is a number of streams (`--concurrency`) or an arrival rate (`--rate`). 
 of jaxserve, so that it measures every server alike. docs/loadtest.md defines each figure.
 """
 
-import argparse
 import asyncio
 import json
 import os
 import random
 import sys
 import time
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    RawDescriptionHelpFormatter,
+)
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from functools import partial
+from importlib.util import find_spec
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,68 +36,152 @@ import numpy as np
 import orjson
 from tqdm import tqdm
 
-WARMUP_TOKENS = 16  # of each warm-up answer, at most
-WARMUP_STREAMS_AT_A_RATE = 4
-KEEPALIVE_S = 4.0  # servers drop idle connections after 5 s or later; a drop in flight is a failure
-BUSY_CLIENT = (
-    0.8  # from this share of a core on, figures may be the client's rather than the server's
-)
+MODES = ("random", "prefix", "agents")
+PROMPTS = ("ids", "words", "chat")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2E"}
 STATISTICS = ("mean", "p50", "p90", "p99")
+PLOT_FORMATS = (".svg", ".png", ".pdf")
+REQUESTS_AT_A_RATE = 32
+WARMUP_STREAMS_AT_A_RATE = 4
+WARMUP_TOKENS = 16  # of each warm-up answer, at most
+KEEPALIVE_S = 4.0  # servers drop idle connections after 5 s or later; a drop in use is a failure
+BUSY_CLIENT = 0.8  # of a core: from here on, figures may be the client's rather than the server's
 # One token each in most vocabularies, so that N words make a prompt of about N tokens.
 WORDS = """time year people way day man thing woman life child world school state family student
 group country problem hand part place case week company system program question work government
 number night point home water room mother area money story fact month lot right study book eye job
 word business issue side kind head house service friend father power hour game line end member law
-car city community name president team minute idea kid body information back parent face others
-level office door health person art war history party result change morning reason research girl
-guy moment air teacher force education""".split()
+car city name team minute idea body back parent face level office door person art war party result
+change morning reason girl moment air teacher force""".split()  # noqa: SIM905 - a line, not a word
 
 Record = dict[str, Any]
 """A JSON object: a request's body, or a level's figures."""
 
 
+def flag(default: object, text: str, **options: object) -> Any:
+    """Make a field of `Settings`, with what argparse needs beside its type."""
+    return field(default=default, metadata={"help": text, **options})
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Make a reader of whole numbers that are no less."""
+
+    def read(text: str) -> int:
+        if int(text) < least:
+            raise ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return read
+
+
+def numbers(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Make a reader of "1,2,4"."""
+
+    def read(text: str) -> tuple[Any, ...]:
+        values = tuple(map(kind, text.split(",")))
+        if min(values) <= 0:
+            raise ArgumentTypeError(f"{text} has a number that is not positive")
+        return values
+
+    return read
+
+
+def share(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise ArgumentTypeError(f"{text} is not within 0 and 1")
+    return float(text)
+
+
+def id_range(text: str) -> tuple[int, int]:
+    first, _, last = text.partition(":")
+    if not 0 <= int(first) <= int(last):
+        raise ArgumentTypeError(f"{text} is no range")
+    return int(first), int(last)
+
+
+def limit(text: str) -> tuple[str, float]:
+    name, _, limit_ms = text.partition(":")
+    if name not in GOODPUT_METRICS or not float(limit_ms) >= 0:
+        raise ArgumentTypeError(f"{text} is none of {', '.join(GOODPUT_METRICS)} with its ms")
+    return name, float(limit_ms)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the flags set; lengths are in tokens."""
+    """What is asked of the server: each field is a flag, lengths are in tokens."""
 
-    base_url: str
-    model: str
-    mode: str = "random"
-    prompt: str = "ids"
-    concurrency: tuple[int, ...] = ()
-    rate: tuple[float, ...] = ()
-    requests: int | None = None
-    warmup: int = 1
-    input_len: int = 1024
-    output_len: int = 128
-    range_ratio: float = 0.5
-    prefix_len: int = 1024
-    num_prefixes: int = 1
-    turns: int = 5
-    tool_len: int = 256
-    think_time_s: float = 0.5
-    id_range: tuple[int, int] = (1000, 10000)
-    seed: int = 0
-    ignore_eos: bool = True
-    temperature: float = 0.0
-    extra_body: Record = field(default_factory=dict)
-    timeout_s: float = 600.0
-    goodput: dict[str, float] = field(default_factory=dict)
-    label: str | None = None
+    base_url: str = flag("http://127.0.0.1:8000", "the server, with or without /v1")
+    model: str = flag("", "its name in requests; by default the server's first")
+    mode: str = flag(MODES[0], "see above", choices=MODES)
+    concurrency: tuple[int, ...] = flag(
+        (1, 2, 4, 8, 16, 32), "levels: streams at a time", type=numbers(int), metavar="N,N"
+    )
+    rate: tuple[float, ...] = flag(
+        (), "levels in their place: arrivals a second", type=numbers(float), metavar="R,R"
+    )
+    requests: int = flag(
+        0,
+        "of a level, for agents its conversations; by default 4 a stream and 8 at least, for "
+        f"agents 1 a stream, at a rate {REQUESTS_AT_A_RATE}",
+        type=at_least(1),
+    )
+    warmup: int = flag(1, "unmeasured requests a stream before each level", type=at_least(0))
+    prompt: str = flag(
+        PROMPTS[0], "ids or words for completions, or words for chat", choices=PROMPTS
+    )
+    input_len: int = flag(1024, "of a prompt; agents: of the first message", type=at_least(1))
+    output_len: int = flag(128, "of an answer", type=at_least(1))
+    range_ratio: float = flag(0.5, "lengths are within 1 ± this of theirs", type=share)
+    prefix_len: int = flag(1024, "of a shared prefix; agents: system prompt", type=at_least(1))
+    num_prefixes: int = flag(1, "how many prefixes are shared", type=at_least(1))
+    turns: int = flag(5, "requests of a conversation", type=at_least(1))
+    tool_len: int = flag(256, "of a tool's result", type=at_least(1))
+    think_time_s: float = flag(0.5, "before a tool's result, within 1 ± 0.5 of it")
+    id_range: tuple[int, int] = flag(
+        (1000, 9999), "ids that are ordinary tokens", type=id_range, metavar="FIRST:LAST"
+    )
+    seed: int | None = flag(None, "by default a new one: no cache then knows a prompt", type=int)
+    ignore_eos: bool = flag(
+        True, "send ignore_eos, which not all servers know", action=BooleanOptionalAction
+    )
+    temperature: float = flag(0.0, "of all requests")
+    extra_body: Mapping[str, Any] | None = flag(
+        None, "further fields", type=json.loads, metavar="JSON"
+    )
+    timeout_s: float = flag(600.0, "after which a request has failed")
+    goodput: Sequence[tuple[str, float]] = flag(
+        (),
+        "count what keeps ttft:MS, tpot:MS, e2el:MS",
+        type=limit,
+        nargs="+",
+        metavar="METRIC:MS",
+    )
+    label: str | None = flag(None, "the run's name in files and plots", type=str)
 
     @property
     def chat(self) -> bool:
         return self.mode == "agents" or self.prompt == "chat"
 
-    def num_requests(self, concurrency: int | None) -> int:
-        """Requests of a level; in the agents mode, its conversations."""
-        if self.requests is not None:
-            return self.requests
-        if concurrency is None:
-            return 32
-        return concurrency if self.mode == "agents" else max(8, 4 * concurrency)
+    @property
+    def levels(self) -> list["Level"]:
+        return [Level(rate=rate) for rate in self.rate] or [*map(Level, self.concurrency)]
+
+    def num_sessions(self, level: "Level") -> int:
+        if self.requests or level.concurrency is None:
+            return self.requests or REQUESTS_AT_A_RATE
+        return level.concurrency if self.mode == "agents" else max(8, 4 * level.concurrency)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """So many streams at a time, or sessions that arrive at so many a second."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.concurrency}" if self.rate is None else f"{self.rate:g}/s"
 
 
 # One request, as its client sees it
@@ -138,12 +229,14 @@ class Trace:
         return (self.latency_s - self.ttft_s) / (self.output_len - 1)
 
     def take(self, event: bytes, now_s: float) -> None:
-        """Note one event's payload; raises ValueError where it is no JSON."""
+        """Note one event's payload; raises ValueError where it is no JSON object."""
         if event == b"[DONE]":
             self.ended = True
             return
         data = orjson.loads(event)
-        if "error" in data or data.get("object") == "error":
+        if not isinstance(data, dict):
+            raise ValueError(f"{data!r} is no object")
+        if data.get("error") or data.get("object") == "error":
             self.error = f"error event: {error_message(event)}"
         if choices := data.get("choices"):
             self.chunks_s.append(now_s)
@@ -167,6 +260,10 @@ class Trace:
             self.error = f"the stream ended after {len(self.chunks_s)} chunks, without [DONE]"
         elif not self.error and not self.chunks_s:
             self.error = "the stream ended without a token"
+
+
+Note = Callable[[Trace], object]
+"""Takes each request's trace when it has ended."""
 
 
 def error_message(body: bytes) -> str:
@@ -195,7 +292,7 @@ class Client:
         body |= {"stream_options": {"include_usage": True}}
         body |= {"ignore_eos": True} if settings.ignore_eos else {}
         path = "/chat/completions" if settings.chat else "/completions"
-        data = orjson.dumps(body | settings.extra_body)
+        data = orjson.dumps({**body, **(settings.extra_body or {})})
         trace = Trace(self.clock(), turn=turn, input_tokens=input_len)
         try:
             async with (
@@ -211,7 +308,7 @@ class Client:
         except aiohttp.ClientError as error:
             trace.error = f"{type(error).__name__}: {error}"
         except ValueError as error:
-            trace.error = f"an event that is no JSON: {error}"
+            trace.error = f"an event that is no JSON object: {error}"
         return trace
 
 
@@ -235,7 +332,7 @@ class Session:
     turns: list[Turn]
     system: str = ""
 
-    async def run(self, client: Client, note: Callable[[Trace], None]) -> None:
+    async def run(self, client: Client, note: Note) -> None:
         """Send one turn after the other; the first that fails is the last."""
         messages = [{"role": "system", "content": self.system}] if self.system else []
         num_tokens = 0
@@ -290,7 +387,7 @@ class Planner:
         ids = [token for token in tokens if isinstance(token, int)]
         return Turn(prompt=ids or text, num_tokens=len(tokens), output_len=output_len)
 
-    def _prefix(self, number: int) -> Sequence[int | str]:
+    def _prefix(self, number: int) -> list[int | str]:
         rng = random.Random(f"{self.settings.seed}/prefix/{number}")  # of the run, not of a level
         return self._tokens(rng, self.settings.prefix_len)
 
@@ -298,7 +395,8 @@ class Planner:
         settings = self.settings
         if settings.chat or settings.prompt == "words":
             return [*rng.choices(WORDS, k=count)]
-        return [*rng.choices(range(*settings.id_range), k=count)]
+        first, last = settings.id_range
+        return [*rng.choices(range(first, last + 1), k=count)]
 
     def _length(self, rng: random.Random, mean: int) -> int:
         """Draw from [mean × (1 − ratio), mean × (1 + ratio)], 1 at least."""
@@ -309,87 +407,70 @@ class Planner:
 # A level: sessions side by side
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """So many streams at a time, or sessions that arrive at so many a second."""
+async def run_streams(client: Client, sessions: Sequence[Session], note: Note, count: int) -> None:
+    """Keep so many sessions under way until all have run."""
+    waiting = iter(sessions)
 
-    concurrency: int | None = None
-    rate: float | None = None
+    async def stream() -> None:
+        for session in waiting:
+            await session.run(client, note)
 
-    def __str__(self) -> str:
-        return f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency}"
-
-    async def run(
-        self, client: Client, sessions: Sequence[Session], note: Callable[[Trace], None]
-    ) -> None:
-        if self.rate is not None:
-            await self._run_arrivals(client, sessions, note)
-            return
-        waiting = iter(sessions)
-
-        async def stream() -> None:
-            for session in waiting:
-                await session.run(client, note)
-
-        async with asyncio.TaskGroup() as streams:
-            for _ in range(self.concurrency or 1):
-                streams.create_task(stream())
-
-    async def _run_arrivals(
-        self, client: Client, sessions: Sequence[Session], note: Callable[[Trace], None]
-    ) -> None:
-        assert self.rate is not None  # noqa: S101
-        start_s = client.clock()
-        async with asyncio.TaskGroup() as arrived:
-            for session, at_s in zip(
-                sessions, arrivals_s(client.settings.seed, self.rate, len(sessions)), strict=True
-            ):
-                await client.sleep(max(0.0, start_s + at_s - client.clock()))
-                arrived.create_task(session.run(client, note))
+    async with asyncio.TaskGroup() as streams:
+        for _ in range(count):
+            streams.create_task(stream())
 
 
-def arrivals_s(seed: int, rate: float, count: int) -> list[float]:
+async def run_arrivals(
+    client: Client, sessions: Sequence[Session], note: Note, rate: float
+) -> None:
+    """Start sessions when they arrive, however many are under way."""
+    times_s = arrivals_s(client.settings.seed, rate, len(sessions))
+    start_s = client.clock()
+    async with asyncio.TaskGroup() as arrived:
+        for session, time_s in zip(sessions, times_s, strict=True):
+            await client.sleep(max(0.0, start_s + time_s - client.clock()))
+            arrived.create_task(session.run(client, note))
+
+
+def arrivals_s(seed: int | None, rate: float, count: int) -> list[float]:
     """Draw a Poisson process's arrivals, scaled so that the last comes at `count / rate`."""
     rng = random.Random(f"{seed}/arrivals/{rate}")
     times = [*accumulate(rng.expovariate(rate) for _ in range(count))]
     return [time_s * count / rate / times[-1] for time_s in times]
 
 
-async def measure(client: Client, level: Level, bar: Any) -> Record:
+async def measure(client: Client, level: Level, note: Note = lambda trace: None) -> Record:
     """Warm the server up for a level, run it, and return its figures."""
     settings = client.settings
-    failures: list[str] = []
-
-    def note_warmup(trace: Trace) -> None:
-        failures.extend([f"warm-up: {trace.error}"] if trace.error else [])
-
-    planner = Planner(settings=settings, name=f"warm-up {level}", output_limit=WARMUP_TOKENS)
     streams = level.concurrency or WARMUP_STREAMS_AT_A_RATE
-    count = settings.warmup * max(
-        streams, settings.num_prefixes if settings.mode == "prefix" else 1
-    )
-    sessions = [planner.session(index) for index in range(count)]
-    await Level(concurrency=streams).run(client, sessions, note_warmup)
-
-    traces: list[Trace] = []
-
-    def note(trace: Trace) -> None:
-        traces.append(trace)
-        bar.update()
+    prefixes = settings.num_prefixes if settings.mode == "prefix" else 0
+    planner = Planner(settings=settings, name=f"warm-up {level}", output_limit=WARMUP_TOKENS)
+    warmup = [planner.session(i) for i in range(settings.warmup * max(streams, prefixes))]
+    warmup = [replace(session, turns=session.turns[:1]) for session in warmup]
+    unmeasured: list[Trace] = []
+    await run_streams(client, warmup, unmeasured.append, streams)
 
     planner = Planner(settings=settings, name=f"level {level}")
-    sessions = [planner.session(i) for i in range(settings.num_requests(level.concurrency))]
-    cpu_s, start_s = time.process_time(), client.clock()
-    await level.run(client, sessions, note)
-    duration_s = client.clock() - start_s
-    cpu_s = time.process_time() - cpu_s
+    sessions = [planner.session(i) for i in range(settings.num_sessions(level))]
     planned = sum(len(session.turns) for session in sessions)
+    traces: list[Trace] = []
+
+    def take(trace: Trace) -> None:
+        traces.append(trace)
+        note(trace)
+
+    cpu_s, start_s = time.process_time(), client.clock()
+    if level.rate is None:
+        await run_streams(client, sessions, take, streams)
+    else:
+        await run_arrivals(client, sessions, take, level.rate)
+    duration_s, cpu_s = client.clock() - start_s, time.process_time() - cpu_s
     traces.sort(key=lambda trace: trace.start_s)
     return {
         **header(settings, level, planned),
         **figures(traces, start_s, duration_s, settings.goodput),
         "not_sent": planned - len(traces),
-        "warmup_errors": failures,
+        "warmup_errors": [trace.error for trace in unmeasured if trace.error],
         "client_cpu_share": cpu_s / duration_s if duration_s else 0.0,
     }
 
@@ -414,7 +495,7 @@ def header(settings: Settings, level: Level, num_prompts: int) -> Record:
 
 
 def figures(
-    traces: Sequence[Trace], start_s: float, duration_s: float, goodput: dict[str, float]
+    traces: Sequence[Trace], start_s: float, duration_s: float, goodput: Sequence[tuple[str, float]]
 ) -> Record:
     """Figures of a level's requests; times in a key that ends in `_ms` are ms, others seconds."""
     done = [trace for trace in traces if trace.ok]
@@ -469,10 +550,10 @@ def summary(name: str, values_s: Sequence[float]) -> dict[str, float]:
     return {key: float(value) for key, value in result.items()}
 
 
-def is_good(trace: Trace, limits_ms: dict[str, float]) -> bool:
+def is_good(trace: Trace, goodput: Sequence[tuple[str, float]]) -> bool:
     """Whether a request kept every limit; one token has no TPOT to exceed."""
     times_s = {"ttft": trace.ttft_s, "tpot": trace.tpot_s or 0.0, "e2el": trace.latency_s}
-    return all(times_s[name] <= limit_ms / 1e3 for name, limit_ms in limits_ms.items())
+    return all(times_s[name] <= limit_ms / 1e3 for name, limit_ms in goodput)
 
 
 def busiest_second(done: Sequence[Trace]) -> float:
@@ -494,8 +575,8 @@ def most_at_once(done: Sequence[Trace]) -> int:
 
 def tables(levels: Sequence[Record]) -> str:
     """Two tables in Markdown: a line a level, and its times."""
-    columns = ("streams", "completed", "failed", "requests/s", "tok/s", "tok/s a stream")
-    columns += ("goodput/s", "cached", "largest gap ms")
+    columns = ["level", "completed", "failed", "requests/s", "tok/s", "tok/s a stream"]
+    columns += ["goodput/s", "cached", "largest gap ms"]
     rows, times = [], []
     for level in levels:
         keys = ("request_throughput", "output_throughput", "output_throughput_per_stream")
@@ -506,7 +587,7 @@ def tables(levels: Sequence[Record]) -> str:
         for metric, title in METRICS.items():
             values = [short(level[f"{statistic}_{metric}_ms"]) for statistic in STATISTICS]
             times.append([level_name(level), title, *values])
-    return table(columns, rows) + "\n" + table(("streams", "ms", *STATISTICS), times)
+    return table(columns, rows) + "\n" + table(("level", "ms", *STATISTICS), times)
 
 
 def level_name(level: Record) -> str:
@@ -530,36 +611,39 @@ def faults(levels: Sequence[Record]) -> list[str]:
     """Name what failed, each message once a level."""
     lines = []
     for level in levels:
-        errors = Counter([*filter(None, level["errors"]), *level["warmup_errors"]])
+        warmup = [f"warm-up: {error}" for error in level["warmup_errors"]]
+        errors = Counter([*filter(None, level["errors"]), *warmup])
         lines += [f"at {level_name(level)}: {n} × {error}" for error, n in errors.most_common()]
         if level["not_sent"]:
             lines.append(f"at {level_name(level)}: {level['not_sent']} turns not sent after these")
     return lines
 
 
-def plot(file: Path, runs: dict[str, Sequence[Record]]) -> None:
-    """Draw throughput, TTFT and TPOT by level, a colour a run, as SVG, PNG or what the name says."""
+def plot(file: Path, runs: Sequence[tuple[str, Sequence[Record]]]) -> None:
+    """Draw throughput, TTFT and TPOT by level, a colour a run; the file's suffix is its format."""
     from matplotlib.figure import Figure  # slow to import, and a run without a plot needs none
 
-    figure = Figure(figsize=(12, 4), layout="constrained")
+    key = "request_rate" if runs[-1][1][0]["max_concurrency"] is None else "max_concurrency"
     panels = {
         "output tok/s": {"-": "output_throughput"},
         "TTFT, ms: median, p99 dashed": {"-": "median_ttft_ms", "--": "p99_ttft_ms"},
         "TPOT, ms: median, p99 dashed": {"-": "median_tpot_ms", "--": "p99_tpot_ms"},
     }
-    all_levels = [level for levels in runs.values() for level in levels]
-    is_rate = any(level["max_concurrency"] is None for level in all_levels)
-    key = "request_rate" if is_rate else "max_concurrency"
+    figure = Figure(figsize=(12, 4), layout="constrained")
     for axes, (title, lines) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        axes.set(title=title, xlabel="requests/s" if is_rate else "streams")
+        axes.set(title=title, xlabel="requests/s" if key == "request_rate" else "streams")
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks := sorted({level[key] for level in all_levels}), [*map(str, ticks)])
+        ticks = set()
+        for number, (label, levels) in enumerate(runs):
+            # A saved run at rates has no place beside one at streams, nor the other way round.
+            drawn = [level for level in levels if level[key] not in (None, "inf")]
+            ticks |= {level[key] for level in drawn}
+            for style, name in lines.items():
+                points = [level[key] for level in drawn], [level[name] for level in drawn]
+                legend = label if style == "-" else None
+                axes.plot(*points, f"C{number}o{style}", markersize=4, label=legend)
+        axes.set_xticks(sorted(ticks), [f"{tick:g}" for tick in sorted(ticks)])
         axes.minorticks_off()
-        for number, (label, levels) in enumerate(runs.items()):
-            for style, value in lines.items():
-                name = label if style == "-" else None
-                points = [level[key] for level in levels], [level[value] for level in levels]
-                axes.plot(*points, f"C{number}o{style}", markersize=4, label=name)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
@@ -569,25 +653,22 @@ def plot(file: Path, runs: dict[str, Sequence[Record]]) -> None:
 # The command
 
 
-async def sweep(
-    settings: Settings, api_key: str | None, levels: list[Record], save: Path | None
-) -> None:
-    """Run every level and append its figures; ends early where a server answers nothing more."""
-    steps = [Level(rate=rate) for rate in settings.rate]
-    steps = steps or [Level(concurrency=streams) for streams in settings.concurrency]
+def count(bar: "tqdm[Any]", trace: Trace) -> None:
+    bar.update()
+
+
+async def sweep(settings: Settings, api_key: str | None, finish: Callable[[Record], None]) -> None:
+    """Run level after level; the last is the first at which nothing was completed."""
     async with http_session(api_key) as http:
         client = Client(settings=settings, http=http)
-        for step in steps:
-            count = settings.num_requests(step.concurrency)
-            total = count * (settings.turns if settings.mode == "agents" else 1)
-            unit = "requests/s" if step.rate else "streams"
+        for level in settings.levels:
+            turns = settings.turns if settings.mode == "agents" else 1
+            total = settings.num_sessions(level) * turns
             # None: a bar on a terminal alone.
-            with tqdm(total=total, desc=f"{step} {unit}", unit="req", disable=None) as bar:
-                levels.append(level := await measure(client, step, bar))
-            if save is not None:
-                save.write_bytes(orjson.dumps(levels, option=orjson.OPT_INDENT_2) + b"\n")
-            print(progress_line(level), file=sys.stderr, flush=True)
-            if not level["completed"]:
+            with tqdm(total=total, desc=f"level {level}", unit="req", disable=None) as bar:
+                result = await measure(client, level, partial(count, bar))
+            finish(result)
+            if not result["completed"]:
                 return
 
 
@@ -623,109 +704,62 @@ async def first_model(base_url: str, api_key: str | None) -> str:
         raise ValueError(f"{url} lists no model; name one with --model") from error
 
 
-def numbers(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Make a reader of "1,2,4" as positive numbers."""
-
-    def read(text: str) -> tuple[Any, ...]:
-        values = tuple(map(kind, text.split(",")))
-        if min(values) <= 0:
-            raise ValueError
-        return values
-
-    read.__name__ = "list of positive numbers"  # argparse names it where it raises
-    return read
-
-
-def id_range(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    if not 0 <= int(first) <= int(last):
-        raise ValueError
-    return int(first), int(last) + 1
-
-
-def limit(text: str) -> tuple[str, float]:
-    name, _, value = text.partition(":")
-    if name not in GOODPUT_METRICS or not float(value) >= 0:
-        raise ValueError
-    return name, float(value)
-
-
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = result.add_argument_group("the server").add_argument
-    add("--base-url", "--url", default="http://127.0.0.1:8000", help="with or without /v1")
-    add("--model", help="its name in requests; by default the server's first")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="or OPENAI_API_KEY")
-    add = result.add_argument_group("levels").add_argument
-    streams, rates = numbers(int), numbers(float)
-    add("--concurrency", type=streams, default="1,2,4,8,16,32", metavar="N,N", help="streams")
-    add("--rate", type=rates, default=(), metavar="R,R", help="arrivals a second, in its place")
-    text = "a level, conversations for agents; by default 4 a stream, 1 for agents, 32 at a rate"
-    add("--requests", type=int, metavar="N", help=text)
-    add("--warmup", type=int, default=1, metavar="N", help="unmeasured ones a stream, each level")
-    add = result.add_argument_group("requests").add_argument
-    add("--mode", choices=("random", "prefix", "agents"), default="random")
-    text = "token ids or words, to /completions; chat: words, to /chat/completions"
-    add("--prompt", choices=("ids", "words", "chat"), default="ids", help=text)
-    add("--input-len", type=int, default=1024, metavar="N", help="tokens; agents: first message")
-    add("--output-len", type=int, default=128, metavar="N", help="tokens of an answer")
-    text = "lengths lie within 1 ± this of theirs"
-    add("--range-ratio", type=float, default=0.5, metavar="R", help=text)
-    add("--prefix-len", type=int, default=1024, metavar="N", help="tokens; agents: system prompt")
-    add("--num-prefixes", type=int, default=1, metavar="N", help="how many share them")
-    add("--turns", type=int, default=5, metavar="N", help="requests of a conversation")
-    add("--tool-len", type=int, default=256, metavar="N", help="tokens of a tool's result")
-    text = "s before a tool's result, within 1 ± 0.5 of it"
-    add("--think-time", dest="think_time_s", type=float, default=0.5, metavar="S", help=text)
-    text = "ids that are ordinary tokens"
-    add("--id-range", type=id_range, default="1000:9999", metavar="FIRST:LAST", help=text)
-    add("--seed", type=int, default=None, help="by default new, so that no cache knows a prompt")
-    add("--temperature", type=float, default=0.0)
-    text = "leave the field out, where it is refused; answers may then be shorter"
-    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help=text)
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields")
-    text = "s until a request counts as failed"
-    add("--timeout", dest="timeout_s", type=float, default=600.0, metavar="S", help=text)
-    add = result.add_argument_group("results").add_argument
-    text = "count requests within ttft:MS, tpot:MS, e2el:MS"
-    add("--goodput", type=limit, nargs="+", default=[], metavar="METRIC:MS", help=text)
-    add("--label", help="the run's name in files and plots")
-    add("--save", type=Path, metavar="FILE", help="write a JSON array with an object a level")
-    add("--plot", type=Path, metavar="FILE", help="draw as .svg or .png; needs matplotlib")
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    for setting in fields(Settings):
+        default, options = setting.default, dict(setting.metadata)
+        if "choices" not in options and "action" not in options:
+            options.setdefault("type", type(default))
+            options.setdefault("metavar", "N" if isinstance(default, int) else None)
+        names = [f"--{setting.name.replace('_', '-')}"]
+        names += ["--url"] if setting.name == "base_url" else []
+        parser.add_argument(*names, dest=setting.name, default=default, **options)
+    key = os.environ.get("OPENAI_API_KEY")
+    parser.add_argument("--api-key", default=key, help="by default that of OPENAI_API_KEY")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="JSON: an array, a level each")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=f"{', '.join(PLOT_FORMATS)}")
     text = "saved runs to draw beside this one"
-    add("--compare", type=Path, nargs="+", default=[], metavar="FILE", help=text)
-    return result
+    parser.add_argument("--compare", type=Path, nargs="+", default=(), metavar="FILE", help=text)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sweep; return 1 where a request failed, or the server could not be asked."""
-    arguments = vars(parser().parse_args(argv))
-    api_key, save, plot_file, compare = map(arguments.pop, ("api_key", "save", "plot", "compare"))
+    parser = make_parser()
+    arguments = vars(parser.parse_args(argv))
+    api_key, save, image, compare = map(arguments.pop, ("api_key", "save", "plot", "compare"))
+    if image and (image.suffix not in PLOT_FORMATS or not find_spec("matplotlib")):
+        parser.error(f"--plot wants matplotlib and a name ending in {', '.join(PLOT_FORMATS)}")
+    runs = [(file.stem, json.loads(file.read_bytes())) for file in compare]
     base_url = arguments["base_url"].rstrip("/").removesuffix("/v1") + "/v1"
-    arguments |= {"base_url": base_url, "goodput": dict(arguments["goodput"])}
-    if arguments["seed"] is None:
-        arguments["seed"] = random.SystemRandom().getrandbits(32)
+    seed = arguments["seed"]
+    seed = random.SystemRandom().getrandbits(32) if seed is None else seed
     try:
-        model = arguments.pop("model") or asyncio.run(first_model(base_url, api_key))
+        model = arguments["model"] or asyncio.run(first_model(base_url, api_key))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    settings = Settings(**arguments, model=model)
+    settings = Settings(**(arguments | {"base_url": base_url, "model": model, "seed": seed}))
     levels: list[Record] = []
+
+    def finish(level: Record) -> None:
+        levels.append(level)
+        if save is not None:
+            save.write_bytes(orjson.dumps(levels, option=orjson.OPT_INDENT_2) + b"\n")
+        print(progress_line(level), file=sys.stderr, flush=True)
+
     try:
-        asyncio.run(sweep(settings, api_key, levels, save))
+        asyncio.run(sweep(settings, api_key, finish))
     except KeyboardInterrupt:
-        print("interrupted; what was finished:", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
+    if not levels:
+        return 1
     print(tables(levels))
-    if plot_file is not None:
-        runs = {str(file): json.loads(file.read_bytes()) for file in compare}
-        runs = {levels[0]["label"] or file: levels for file, levels in runs.items()}
-        plot(plot_file, {**runs, settings.label or settings.model: levels})
-    for line in (lines := faults(levels)):
-        print(line, file=sys.stderr)
-    return int(bool(lines) or not levels)
+    if image:
+        names = [(old[0]["label"] or name, old) for name, old in runs]
+        plot(image, [*names, (settings.label or settings.model, levels)])
+    sys.stderr.writelines(f"{line}\n" for line in faults(levels))
+    return int(bool(faults(levels)))
 
 
 if __name__ == "__main__":
