@@ -115,7 +115,10 @@ class Settings:
     model: str = flag("", "its name in requests; by default the server's first")
     mode: str = flag(MODES[0], "see above", choices=MODES)
     concurrency: tuple[int, ...] = flag(
-        (1, 2, 4, 8, 16, 32), "levels: streams at a time", type=numbers(int), metavar="N,N"
+        (1, 2, 4, 8, 16, 32),
+        "levels: streams at a time (1,2,4,8,16,32)",
+        type=numbers(int),
+        metavar="N,N",
     )
     rate: tuple[float, ...] = flag(
         (), "levels in their place: arrivals a second", type=numbers(float), metavar="R,R"
@@ -684,8 +687,9 @@ def http_session(api_key: str | None) -> aiohttp.ClientSession:
 def progress_line(level: Record) -> str:
     line = f"{level_name(level)}: {level['completed']} completed, {level['failed']} failed in "
     line += f"{level['duration']:.1f} s, {level['output_throughput']:.1f} tok/s"
-    if (share := level["client_cpu_share"]) > BUSY_CLIENT:
-        line += f"; this client was busy {share:.0%} of a core, which its figures may show"
+    busy = level["client_cpu_share"]
+    if busy > BUSY_CLIENT and level["duration"] > 1:
+        line += f"; this client was busy {busy:.0%} of a core, which its figures may show"
     return line
 
 
@@ -711,6 +715,8 @@ def make_parser() -> ArgumentParser:
         if "choices" not in options and "action" not in options:
             options.setdefault("type", type(default))
             options.setdefault("metavar", "N" if isinstance(default, int) else None)
+        if not isinstance(default, bool) and isinstance(default, int | float | str) and default:
+            options["help"] += " (%(default)s)"
         names = [f"--{setting.name.replace('_', '-')}"]
         names += ["--url"] if setting.name == "base_url" else []
         parser.add_argument(*names, dest=setting.name, default=default, **options)
@@ -754,7 +760,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
     if not levels:
         return 1
-    print(tables(levels))
+    print(tables(levels), end="")
     if image:
         names = [(old[0]["label"] or name, old) for name, old in runs]
         plot(image, [*names, (settings.label or settings.model, levels)])
