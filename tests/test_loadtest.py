@@ -123,8 +123,9 @@ class Clock:
 
 
 def trace(start_s: float, chunks_s: Sequence[float], tokens: tuple[int, int], **more: Any) -> Trace:
-    counts = {"input_tokens": tokens[0], "output_tokens": tokens[1]}
-    return Trace(start_s, chunks_s=list(chunks_s), **counts, **more)
+    result = Trace(start_s, chunks_s=list(chunks_s), **more)
+    result.input_tokens, result.output_tokens = tokens
+    return result
 
 
 TRACES = (
