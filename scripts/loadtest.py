@@ -80,7 +80,7 @@ def numbers(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
 
     def read(text: str) -> tuple[Any, ...]:
         values = tuple(map(kind, text.split(",")))
-        if min(values) <= 0:
+        if not min(values) > 0:
             raise ArgumentTypeError(f"{text} has a number that is not positive")
         return values
 
@@ -91,6 +91,12 @@ def share(text: str) -> float:
     if not 0 <= float(text) <= 1:
         raise ArgumentTypeError(f"{text} is not within 0 and 1")
     return float(text)
+
+
+def json_object(text: str) -> Record:
+    if not isinstance(value := json.loads(text), dict):
+        raise ArgumentTypeError(f"{text} is no JSON object")
+    return value
 
 
 def id_range(text: str) -> tuple[int, int]:
@@ -150,7 +156,7 @@ class Settings:
     )
     temperature: float = flag(0.0, "of all requests")
     extra_body: Mapping[str, Any] | None = flag(
-        None, "further fields", type=json.loads, metavar="JSON"
+        None, "further fields", type=json_object, metavar="JSON"
     )
     timeout_s: float = flag(600.0, "after which a request has failed")
     goodput: Sequence[tuple[str, float]] = flag(
@@ -658,6 +664,8 @@ def plot(file: Path, runs: Sequence[tuple[str, Sequence[Record]]]) -> None:
 
 def count(bar: "tqdm[Any]", trace: Trace) -> None:
     bar.update()
+    if trace.error:
+        bar.set_postfix_str(trace.error[:60])
 
 
 async def sweep(settings: Settings, api_key: str | None, finish: Callable[[Record], None]) -> None:
@@ -668,7 +676,9 @@ async def sweep(settings: Settings, api_key: str | None, finish: Callable[[Recor
             turns = settings.turns if settings.mode == "agents" else 1
             total = settings.num_sessions(level) * turns
             # None: a bar on a terminal alone.
-            with tqdm(total=total, desc=f"level {level}", unit="req", disable=None) as bar:
+            with tqdm(
+                total=total, desc=f"level {level}", unit="req", disable=None, leave=False
+            ) as bar:
                 result = await measure(client, level, partial(count, bar))
             finish(result)
             if not result["completed"]:
@@ -729,23 +739,35 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the sweep; return 1 where a request failed, or the server could not be asked."""
+def read_flags(argv: Sequence[str] | None) -> Record:
+    """Read the flags, and end the process with 2 where they cannot be followed."""
     parser = make_parser()
-    arguments = vars(parser.parse_args(argv))
-    api_key, save, image, compare = map(arguments.pop, ("api_key", "save", "plot", "compare"))
+    flags = vars(parser.parse_args(argv))
+    save, image = flags["save"], flags["plot"]
     if image and (image.suffix not in PLOT_FORMATS or not find_spec("matplotlib")):
         parser.error(f"--plot wants matplotlib and a name ending in {', '.join(PLOT_FORMATS)}")
+    if flags["compare"] and not image:
+        parser.error("--compare wants --plot")
+    for file in filter(None, (save, image)):
+        if not file.parent.is_dir():  # better known before the run than after it
+            parser.error(f"{file.parent} is no folder")
+    flags["base_url"] = flags["base_url"].rstrip("/").removesuffix("/v1") + "/v1"
+    if flags["seed"] is None:
+        flags["seed"] = random.SystemRandom().getrandbits(32)
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the sweep; return 1 where a request failed, or the server could not be asked."""
+    flags = read_flags(argv)
+    api_key, save, image, compare = map(flags.pop, ("api_key", "save", "plot", "compare"))
     runs = [(file.stem, json.loads(file.read_bytes())) for file in compare]
-    base_url = arguments["base_url"].rstrip("/").removesuffix("/v1") + "/v1"
-    seed = arguments["seed"]
-    seed = random.SystemRandom().getrandbits(32) if seed is None else seed
     try:
-        model = arguments["model"] or asyncio.run(first_model(base_url, api_key))
+        flags["model"] = flags["model"] or asyncio.run(first_model(flags["base_url"], api_key))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    settings = Settings(**(arguments | {"base_url": base_url, "model": model, "seed": seed}))
+    settings = Settings(**flags)
     levels: list[Record] = []
 
     def finish(level: Record) -> None:

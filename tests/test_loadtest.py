@@ -547,7 +547,9 @@ async def test_a_server_that_lists_no_model(capsys: pytest.CaptureFixture[str]) 
         ["--id-range", "9:1"],
         ["--range-ratio", "1.5"],
         ["--turns", "0"],
+        ["--extra-body", "[1]"],
         ["--plot", "figure.txt"],
+        ["--compare", "run.json"],
     ],
     ids=lambda flags: flags[0][2:],
 )
@@ -557,3 +559,11 @@ def test_command_refuses_what_has_no_meaning(
     with pytest.raises(SystemExit, match="2"):
         loadtest.main(flags)
     assert flags[0] in capsys.readouterr().err
+
+
+def test_command_refuses_a_folder_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        loadtest.main(["--save", str(tmp_path / "none" / "run.json")])
+    assert "none is no folder" in capsys.readouterr().err
