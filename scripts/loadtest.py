@@ -594,8 +594,9 @@ def tables(levels: Sequence[Record]) -> str:
         row = [level_name(level), str(level["completed"]), str(level["failed"]), *map(short, rates)]
         rows.append([*row, "–" if cached is None else f"{cached:.0%}", short(level["max_itl_ms"])])
         for metric, title in METRICS.items():
-            values = [short(level[f"{statistic}_{metric}_ms"]) for statistic in STATISTICS]
-            times.append([level_name(level), title, *values])
+            values_ms = [level[f"{statistic}_{metric}_ms"] for statistic in STATISTICS]
+            shown = [short(value_ms if level["completed"] else None) for value_ms in values_ms]
+            times.append([level_name(level), title, *shown])
     return table(columns, rows) + "\n" + table(("level", "ms", *STATISTICS), times)
 
 
@@ -787,7 +788,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = [(old[0]["label"] or name, old) for name, old in runs]
         plot(image, [*names, (settings.label or settings.model, levels)])
     sys.stderr.writelines(f"{line}\n" for line in faults(levels))
-    return int(bool(faults(levels)))
+    # Fewer levels than asked for: it was interrupted, or a server gave up.
+    return int(bool(faults(levels)) or len(levels) < len(settings.levels))
 
 
 if __name__ == "__main__":

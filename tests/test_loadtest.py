@@ -537,6 +537,24 @@ async def test_a_server_that_lists_no_model(capsys: pytest.CaptureFixture[str]) 
     assert "lists no model; name one with --model" in capsys.readouterr().err
 
 
+def test_an_interrupted_run_shows_what_was_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def sweep(settings: Settings, key: str | None, finish: Callable[[Record], None]) -> None:
+        level = Level(concurrency=1)
+        none_failed = figures(TRACES[:3], 0.0, 2.0, [])
+        ours = {"not_sent": 0, "warmup_errors": [], "client_cpu_share": 0.9}
+        finish({**loadtest.header(settings, level, 3), **none_failed, **ours})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loadtest, "sweep", sweep)
+    assert loadtest.main(["--model", "m", "--concurrency", "1,2"]) == 1
+    printed = capsys.readouterr()
+    assert "|     1 |         3 |      0 |        1.5 |   4.5 |" in printed.out
+    assert "this client was busy 90% of a core" in printed.err
+    assert "interrupted" in printed.err
+
+
 @pytest.mark.parametrize(
     "flags",
     [
