@@ -2,8 +2,8 @@
 
 All of it is data of a slot, so that it costs no program of its own and rows that use none of it
 nothing. The host writes a slot's table when a sequence is admitted; from then on the decode program
-keeps it up, for it alone knows each token at once. The order is vLLM's: allowed ids, bad words,
-min_tokens, bias, then the penalties.
+keeps it up, for it alone knows each token at once. The order is vLLM's: bias, then the penalties;
+what allowed ids, bad words or min_tokens ban stays banned whatever the others do.
 
 B rows, S slots (slot S is the scratch slot), V vocab, W bad words of L tokens, K table entries.
 """
@@ -106,11 +106,13 @@ def adjust(
     logits_BV: jax.Array, tables: Adjustments, rows: AdjustmentRows, position_B: jax.Array
 ) -> jax.Array:
     """Return the logits that ids are sampled from, for the given positions; float32 [B, V]."""
-    mark_BV = tables.marks_SV[rows.slot]
-    adjusted_BV = logits_BV + tables.bias_SV[rows.slot]
+    mark_BV, bias_BV = tables.marks_SV[rows.slot], tables.bias_SV[rows.slot]
     may_not_end_B = position_B < rows.min_position
-    adjusted_BV = jnp.where(may_not_end_B[:, None] & (mark_BV & _IS_END != 0), BANNED, adjusted_BV)
-    adjusted_BV = _penalize(_ban_words(adjusted_BV, tables, rows), mark_BV, rows)
+    is_banned_BV = (bias_BV <= BANNED / 2) | (may_not_end_B[:, None] & (mark_BV & _IS_END != 0))
+    adjusted_BV = _penalize(logits_BV + bias_BV, mark_BV, rows)
+    # A penalty near 0 or of many powers of ten could lift a ban or give infinity.
+    adjusted_BV = jnp.where(is_banned_BV, BANNED, jnp.clip(adjusted_BV, BANNED, -BANNED))
+    adjusted_BV = _ban_words(adjusted_BV, tables, rows)
     return jnp.where(rows.is_used[:, None], adjusted_BV, logits_BV)
 
 

@@ -38,7 +38,8 @@ def results(logits_VN: jax.Array, ids_N: jax.Array, wants_N: jax.Array) -> jax.A
 
 def score(logits_VN: jax.Array, ids_N: jax.Array) -> jax.Array:
     """Return int32 results [N, RESULT_SIZE] for given ids."""
-    total_N = jax.nn.logsumexp(logits_VN, axis=0)
+    peak_N = logits_VN.max(axis=0)  # subtracted first: large logits would swallow the sum's log
+    log_sum_N = jnp.log(jnp.exp(logits_VN - peak_N).sum(axis=0))
     chosen_N = jnp.take_along_axis(logits_VN, ids_N[None], axis=0)[0]
     rank_N = (logits_VN > chosen_N).sum(axis=0, dtype=jnp.int32) + 1
     top_NT, top_ids_NT = _largest(logits_VN.T, min(MAX_LOGPROBS, logits_VN.shape[0]))
@@ -46,10 +47,10 @@ def score(logits_VN: jax.Array, ids_N: jax.Array) -> jax.Array:
     return jnp.concatenate(
         [
             ids_N[:, None],
-            _bits(chosen_N - total_N)[:, None],
+            _bits(chosen_N - peak_N - log_sum_N)[:, None],
             rank_N[:, None],
             jnp.pad(top_ids_NT, padding, constant_values=-1),
-            jnp.pad(_bits(top_NT - total_N[:, None]), padding),
+            jnp.pad(_bits(top_NT - peak_N[:, None] - log_sum_N[:, None]), padding),
         ],
         axis=1,
     )
