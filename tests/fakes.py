@@ -263,12 +263,22 @@ class SteppedEngine:
         *,
         seed: int = 0,
         stop_token_ids: Iterable[int] = (),
+        num_logprobs: int | None = None,
+        num_prompt_logprobs: int | None = None,
+        priority: int = 0,
     ) -> GenerationRequest:
         sampling = SamplingParams(
-            max_tokens=max_tokens, seed=seed, stop_token_ids=frozenset(stop_token_ids)
+            max_tokens=max_tokens,
+            seed=seed,
+            stop_token_ids=frozenset(stop_token_ids),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
         )
         request = GenerationRequest(
-            request_id=request_id, prompt_ids=tuple(prompt_ids), sampling=sampling
+            request_id=request_id,
+            prompt_ids=tuple(prompt_ids),
+            sampling=sampling,
+            priority=priority,
         )
         self.inbox.put(Submit(request=request, arrival_s=self.runner.clock()))
         return request
@@ -299,6 +309,18 @@ class SteppedEngine:
         """Published ids of a sequence."""
         outputs = (event for event in self.events_of(request_id) if isinstance(event, TokenOutput))
         return tuple(token_id for output in outputs for token_id in output.token_ids)
+
+    def logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
+        """Published log-probabilities of a sequence's output."""
+        outputs = (event for event in self.events_of(request_id) if isinstance(event, TokenOutput))
+        return tuple(logprobs for output in outputs for logprobs in output.logprobs)
+
+    def prompt_logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
+        """Published log-probabilities of a sequence's prompt; none after the first token's."""
+        events = self.events_of(request_id)
+        told = [event for event in events if isinstance(event, PromptOutput)]
+        assert events[: len(told)] == told
+        return tuple(logprobs for event in told for logprobs in event.logprobs)
 
     def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
         """Return the terminal event of a sequence; it must be the last and the only one."""

@@ -6,7 +6,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.types import RequestFinished, SamplingParams
-from tests.fakes import FAKE_BUCKETS, FAKE_VOCAB_SIZE, FakeRunner, SteppedEngine, fake_generate
+from tests.fakes import (
+    FAKE_BUCKETS,
+    FAKE_VOCAB_SIZE,
+    FakeRunner,
+    SteppedEngine,
+    fake_generate,
+    fake_logprobs,
+)
 
 PAGE_SIZE = 4
 MAX_MODEL_LEN = 40
@@ -23,6 +30,9 @@ class Planned:
     stop_token_ids: frozenset[int]
     submit_step: int
     abort_step: int | None
+    priority: int
+    num_logprobs: int | None
+    num_prompt_logprobs: int | None
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
         return tuple((13 * number + i) % FAKE_VOCAB_SIZE for i in range(self.num_prompt))
@@ -40,6 +50,9 @@ def planned_requests(draw: st.DrawFn) -> Planned:
         stop_token_ids=draw(st.sampled_from([frozenset[int](), frozenset[int](), STOP_IDS])),
         submit_step=submit_step,
         abort_step=draw(st.none() | st.none() | st.integers(submit_step, submit_step + 30)),
+        priority=draw(st.just(0) | st.integers(-1, 1)),
+        num_logprobs=draw(st.none() | st.integers(0, 3)),
+        num_prompt_logprobs=draw(st.none() | st.integers(0, 3)),
     )
 
 
@@ -59,6 +72,9 @@ def run(engine: SteppedEngine, plan: list[Planned]) -> None:
                     planned.max_tokens,
                     seed=number,
                     stop_token_ids=planned.stop_token_ids,
+                    num_logprobs=planned.num_logprobs,
+                    num_prompt_logprobs=planned.num_prompt_logprobs,
+                    priority=planned.priority,
                 )
             if planned.abort_step == step:
                 is_any = True
@@ -69,6 +85,23 @@ def run(engine: SteppedEngine, plan: list[Planned]) -> None:
         elif step > last_step:
             return
     raise AssertionError(f"requests {engine.scheduler.live_ids()} starve")
+
+
+def assert_told(
+    engine: SteppedEngine, request_id: str, planned: Planned, prompt_ids: tuple[int, ...]
+) -> None:
+    """Check what is told of each token so far, of the prompt's as of the output's."""
+    told, scored = engine.logprobs_of(request_id), engine.prompt_logprobs_of(request_id)
+    if planned.num_logprobs is None:
+        assert told == ()
+    else:
+        token_ids = engine.tokens_of(request_id)
+        assert told == tuple(fake_logprobs(i).cut(planned.num_logprobs) for i in token_ids)
+    if planned.num_prompt_logprobs is None:
+        assert scored == ()
+    else:
+        targets = prompt_ids[1 : 1 + len(scored)]
+        assert scored == tuple(fake_logprobs(i).cut(planned.num_prompt_logprobs) for i in targets)
 
 
 @settings(max_examples=150, deadline=None)
@@ -103,10 +136,14 @@ def test_every_request_gets_what_it_gets_alone(
         sampling = SamplingParams(
             max_tokens=planned.max_tokens, seed=number, stop_token_ids=planned.stop_token_ids
         )
-        alone = fake_generate(planned.prompt_ids(number), sampling)
+        prompt_ids = planned.prompt_ids(number)
+        alone, num_targets = fake_generate(prompt_ids, sampling), len(prompt_ids) - 1
+        assert_told(engine, request_id, planned, prompt_ids)
         if end.reason == "abort":
             assert planned.abort_step is not None
             assert token_ids == alone[: len(token_ids)]
         else:
             assert token_ids == alone
+            num_scored = len(engine.prompt_logprobs_of(request_id))
+            assert num_scored == (0 if planned.num_prompt_logprobs is None else num_targets)
             assert end.reason == ("stop" if alone[-1] in planned.stop_token_ids else "length")

@@ -1,6 +1,6 @@
 """What the runner hands to its programs: staged data, told apart by a program that keeps it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import jax
@@ -8,7 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from jaxserve.device.adjustments import PIECE_SIZE
 from jaxserve.device.buckets import DecodeBucket, ExtendBucket, ExtendChunk
+from jaxserve.device.logprobs import ID, RESULT_SIZE
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import ExtendShape, unpack_extend
 from jaxserve.device.runner import ModelRunner, Program, StepProgram, step_programs
@@ -62,7 +64,10 @@ CONFIG = ModelConfig(
 
 @dataclass
 class Recorder:
-    """Stands for all programs of a runner; row i of every one samples the id 100 + i."""
+    """Stands for all programs of a runner; row i of every one samples the id 100 + i.
+
+    Target i is said to be 200 + i.
+    """
 
     calls: list[tuple[StepProgram, npt.NDArray[np.int32]]] = field(default_factory=list)
     pieces: list[npt.NDArray[np.int32]] = field(default_factory=list)
@@ -77,9 +82,11 @@ class Recorder:
         return state
 
     def _program(self, shape: StepProgram) -> object:
-        def run(params: Params, cache: Any, state: Any, staged: Any) -> tuple[Any, Any, Any]:
+        def run(params: Params, cache: Any, state: Any, staged: Any) -> tuple[Any, ...]:
             self.calls.append((shape, staged))
-            return cache, state, np.arange(100, 116, dtype=np.int32)[:, None]
+            result_BC = np.zeros((16, RESULT_SIZE), np.int32)
+            result_BC[:, ID] = np.arange(100, 116)
+            return cache, state, result_BC, result_BC + 100
 
         return run
 
@@ -181,6 +188,53 @@ def test_chunks_beyond_the_largest_bucket_are_our_bug() -> None:
         Recorder().runner().extend([chunk(slot, range(5)) for slot in range(3)])
 
 
+def test_a_scored_chunk_has_its_targets_behind_the_rows_in_the_scoring_program() -> None:
+    recorder = Recorder()
+    scored = ExtendChunk(
+        slot=1, token_ids=range(10, 16), start=0, sample=True, targets=range(11, 16)
+    )
+
+    pending = recorder.runner().extend([scored])
+
+    assert pending.token_ids() == [100]
+    assert [one.token_id for one in pending.logprobs()] == [100]
+    assert [one.token_id for one in pending.target_logprobs()] == [200, 201, 202, 203, 204]
+    shape, staged = recorder.last
+    assert isinstance(shape, ExtendShape)
+    assert (shape.bucket, shape.scores) == (PLAN.extend_buckets[0], True)
+    assert staged.shape == (shape.staged_size,)
+    assert staged[shape.targets_start :].tolist() == [11, 12, 13, 14, 15, 0, 0, 0]
+    ids_N, rows, rows_nF = unpack_extend(jax.numpy.asarray(staged), shape)
+    assert ids_N.tolist() == [10, 11, 12, 13, 14, 15, 0, 0]
+    assert rows.num_valid_R.tolist() == [4, 2]
+    assert rows_nF[0, Column.SLOT] == 1
+
+
+@pytest.mark.parametrize("lengths", [(9,), (4, 4)])
+def test_a_scored_chunk_with_company_or_of_a_larger_bucket_is_our_bug(
+    lengths: tuple[int, ...],
+) -> None:
+    chunks = [
+        ExtendChunk(slot=slot, token_ids=range(length), start=0, sample=True, targets=[1])
+        for slot, length in enumerate(lengths)
+    ]
+    with pytest.raises(InvariantError, match="to be scored"):
+        Recorder().runner().extend(chunks)
+
+
+def test_opening_a_slot_writes_its_table_piece_by_piece_if_it_has_one() -> None:
+    recorder = Recorder()
+    runner = recorder.runner()
+
+    runner.open_slot(1, SAMPLING, [1, 2], [3])
+    assert recorder.pieces == []
+    runner.open_slot(2, replace(SAMPLING, presence_penalty=1.0), range(1500), [3])
+
+    assert [piece.shape for piece in recorder.pieces] == [(PIECE_SIZE,)] * 2
+    # Each begins with its slot and whether it is the first.
+    assert [piece[:2].tolist() for piece in recorder.pieces] == [[2, 1], [2, 0]]
+
+
 def test_a_queued_call_keeps_the_pages_that_it_was_given() -> None:
     recorder = Recorder()
     runner = recorder.runner()
@@ -200,6 +254,7 @@ def test_warm_up_runs_every_program_once_on_nothing() -> None:
 
     assert [shape for shape, _ in recorder.calls] == list(durations_s)
     assert set(durations_s) == set(step_programs(PLAN))
+    assert [piece[:2].tolist() for piece in recorder.pieces] == [[PLAN.num_slots, 1]]
     for shape, staged in recorder.calls:
         if isinstance(shape, ExtendShape):
             _, rows, rows_nF = unpack_extend(jax.numpy.asarray(staged), shape)

@@ -1,10 +1,21 @@
 """The staged row of a slot: what the host writes is what the device reads."""
 
+from dataclasses import replace
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.state import Column, HostRows, make_state, read_sampling
+from jaxserve.device.state import (
+    Column,
+    HostRows,
+    make_state,
+    read_adjustments,
+    read_sampling,
+    state_num_bytes,
+)
 from jaxserve.types import SamplingParams
 
 SAMPLING = SamplingParams(
@@ -31,6 +42,58 @@ def test_sampling_travels_to_the_device_unchanged() -> None:
     assert read.seed.tolist() == [[0x7654_3210, 0xFEDC_BA98]]
     # The row's last known token stands at 11, so the next one is sampled for 12.
     assert read.position.tolist() == [12]
+
+
+def test_adjustments_travel_to_the_device_unchanged() -> None:
+    rows = HostRows(num_slots=4, table_size=3)
+    adjusting = replace(
+        SAMPLING,
+        presence_penalty=-1.5,
+        frequency_penalty=0.3,
+        repetition_penalty=1.1,
+        min_tokens=6,
+        stop_token_ids=frozenset({1}),
+    )
+    rows.open(2, adjusting, 11)
+    rows.open(3, SAMPLING, 11)
+
+    read = read_adjustments(jnp.asarray(rows.stage([2, 3], 4, 3)))
+
+    assert read.slot.tolist() == [2, 3, 4, 4]
+    assert read.is_used.tolist() == [True, False, False, False]
+    assert read.presence_penalty[0] == np.float32(-1.5)
+    assert read.frequency_penalty[0] == np.float32(0.3)
+    assert read.repetition_penalty[:2].tolist() == [np.float32(1.1), 1.0]
+    # The prompt's 11 tokens stand at [0, 11), six more at [11, 17).
+    assert read.min_position[0] == 17
+
+
+@pytest.mark.parametrize(
+    ("changed", "adjusts"),
+    [
+        ({}, False),
+        ({"num_logprobs": 5, "num_prompt_logprobs": 5}, False),
+        ({"stop_token_ids": frozenset({1})}, False),
+        ({"min_tokens": 3}, False),
+        ({"min_tokens": 3, "stop_token_ids": frozenset({1})}, True),
+        ({"logit_bias": ((5, 0.0),)}, True),
+        ({"allowed_token_ids": frozenset[int]()}, True),
+        ({"bad_words": ((5,),)}, True),
+        ({"presence_penalty": -0.5}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"repetition_penalty": 0.5}, True),
+    ],
+)
+def test_only_what_changes_logits_is_said_to_adjust(changed: dict[str, Any], adjusts: bool) -> None:
+    sampling = replace(SAMPLING, **changed)
+    rows = HostRows(num_slots=1, table_size=1)
+    rows.open(0, sampling, 3)
+
+    staged = rows.stage([0], 1, 1)
+
+    assert sampling.adjusts_logits == adjusts
+    assert staged[0, Column.ADJUSTS] == adjusts
+    assert staged[0, Column.WANTS_LOGPROBS] == (sampling.num_logprobs is not None)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
@@ -91,3 +154,9 @@ def test_the_state_has_a_slot_for_padding() -> None:
     state = make_state(4, 10)
 
     assert state.last_token_S.shape == (5,)
+
+
+def test_the_state_is_as_large_as_it_is_said_to_be() -> None:
+    leaves = jax.tree.leaves(make_state(4, 100))
+
+    assert state_num_bytes(4, 100) == sum(leaf.nbytes for leaf in leaves)

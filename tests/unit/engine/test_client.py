@@ -14,13 +14,14 @@ from jaxserve.metrics import Metrics
 from jaxserve.types import (
     GenerationRequest,
     OutputEvent,
+    PromptOutput,
     RequestFailed,
     RequestFinished,
     RequestStats,
     SamplingParams,
     TokenOutput,
 )
-from tests.fakes import FakeRunner, fake_generate
+from tests.fakes import FakeRunner, fake_generate, fake_logprobs
 
 STATS = RequestStats(
     num_prompt_tokens=3,
@@ -88,6 +89,19 @@ async def test_a_slow_reader_gets_the_tokens_it_missed_as_one_output() -> None:
     client.deliver([finished()])
     await asyncio.sleep(0.001)
     assert await read(stream) == [TokenOutput("a", (0, 1, 2, 3, 4)), finished()]
+
+
+async def test_merged_tokens_keep_their_logprobs_and_prompts_stay_apart() -> None:
+    client = ready_client(Inbox())
+    stream = submit(client, request())
+    of = [fake_logprobs(token_id) for token_id in range(6)]
+    prompts = [PromptOutput("a", (of[0], of[1])), PromptOutput("a", (of[2],))]
+    client.deliver([*prompts, TokenOutput("a", (3,), (of[3],))])
+    client.deliver([TokenOutput("a", (4,), (of[4],)), TokenOutput("a", (5,), (of[5],))])
+    client.deliver([finished()])
+    await asyncio.sleep(0.001)
+    merged = TokenOutput("a", (3, 4, 5), (of[3], of[4], of[5]))
+    assert await read(stream) == [*prompts, merged, finished()]
 
 
 async def test_events_go_to_their_own_streams() -> None:
