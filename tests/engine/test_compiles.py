@@ -1,6 +1,7 @@
 """Nothing is compiled while serving, whatever is asked for."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -15,6 +16,24 @@ SAMPLINGS = (
     SamplingParams(max_tokens=1, seed=2, top_k=300),
     SamplingParams(max_tokens=1, seed=3, top_p=0.99),
     SamplingParams(max_tokens=1, seed=4, temperature=0.5, top_k=9, top_p=0.5, min_p=0.1),
+    SamplingParams(max_tokens=1, seed=5, temperature=0.0, num_logprobs=5, num_prompt_logprobs=20),
+    SamplingParams(max_tokens=1, seed=6, logit_bias=((5, 1.0),), bad_words=((7,), (8, 9))),
+    SamplingParams(
+        max_tokens=1,
+        seed=7,
+        temperature=0.0,
+        presence_penalty=1.0,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.2,
+    ),
+    SamplingParams(
+        max_tokens=1,
+        seed=8,
+        allowed_token_ids=frozenset(range(9)),
+        min_tokens=3,
+        stop_token_ids=frozenset({1}),
+        num_prompt_logprobs=0,
+    ),
 )
 
 
@@ -41,14 +60,19 @@ def test_streams_of_every_sampling(
     assert num_compiles() == before
 
 
+@pytest.mark.parametrize("num_prompt_logprobs", [None, 1])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65, 100, PLAN.max_model_len - 1])
 def test_prompts_of_every_length(
-    warm: TinyModel, num_compiles: Callable[[], int], length: int
+    warm: TinyModel,
+    num_compiles: Callable[[], int],
+    length: int,
+    num_prompt_logprobs: int | None,
 ) -> None:
     before = num_compiles()
     engine = TinyEngine(warm.runner)
 
-    engine.submit(request_of("a", prompt_of(length), PLAN.max_model_len - length))
+    sampling = replace(SAMPLINGS[0], num_prompt_logprobs=num_prompt_logprobs)
+    engine.submit(request_of("a", prompt_of(length), PLAN.max_model_len - length, sampling))
     engine.step()
     engine.run_until_idle()
 

@@ -28,10 +28,11 @@ from jaxserve.types import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    TokenLogprobs,
     TokenOutput,
 )
 from tests import oracle
-from tests.checkpoints import Kind, Tensors, config_json, named_tensors, write_json_files
+from tests.checkpoints import Array, Kind, Tensors, config_json, named_tensors, write_json_files
 
 # Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
 PLAN = DevicePlan(
@@ -62,11 +63,14 @@ class TinyModel:
     compiled: dict[Program, Compiled]
     runner: ModelRunner
 
+    def logits(self, ids: Sequence[int]) -> Array:
+        """Return the oracle's logits, float32 [T, V]."""
+        return oracle.logits(self.tensors, self.config, list(ids))
+
     def assert_greedy(self, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Check that each id is the likeliest by the oracle, after those before it."""
         assert len(ids) > 0
-        logits_TV = oracle.logits(self.tensors, self.config, [*prompt, *ids[:-1]])
-        steps_NV = logits_TV[len(prompt) - 1 :]
+        steps_NV = self.logits([*prompt, *ids[:-1]])[len(prompt) - 1 :]
         chosen_N = steps_NV[np.arange(len(ids)), list(ids)]
         assert (steps_NV.max(-1) - chosen_N).max() < CLOSE
 
@@ -214,6 +218,26 @@ class TinyEngine:
             for output in outputs
             if output.request_id == request_id
             for token_id in output.token_ids
+        )
+
+    def logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
+        """Published log-probabilities of a sequence's output."""
+        outputs = (event for event in self.events if isinstance(event, TokenOutput))
+        return tuple(
+            logprobs
+            for output in outputs
+            if output.request_id == request_id
+            for logprobs in output.logprobs
+        )
+
+    def prompt_logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
+        """Published log-probabilities of a sequence's prompt."""
+        outputs = (event for event in self.events if isinstance(event, PromptOutput))
+        return tuple(
+            logprobs
+            for output in outputs
+            if output.request_id == request_id
+            for logprobs in output.logprobs
         )
 
     def end_of(self, request_id: str) -> RequestFinished | RequestFailed:

@@ -220,21 +220,23 @@ def test_penalties_tell_ids_of_the_prompt_from_generated_ones() -> None:
 @pytest.mark.parametrize("repetition_penalty", [1e-30, 0.01, 1e25])
 def test_neither_bias_nor_penalty_lifts_a_ban(repetition_penalty: float) -> None:
     repeated = replace(PLAIN, repetition_penalty=repetition_penalty)
-    sequences = (
-        Sequenced(sampling=replace(repeated, allowed_token_ids=frozenset({8, 9}))),
-        Sequenced(sampling=replace(repeated, bad_words=((7,), (2, 8)))),
-        Sequenced(sampling=replace(repeated, min_tokens=9, stop_token_ids=frozenset({7, 9}))),
+    banning = (
+        replace(repeated, allowed_token_ids=frozenset({8, 9})),
+        replace(repeated, bad_words=((7,), (2, 8))),
+        replace(repeated, min_tokens=9, stop_token_ids=frozenset({7, 9})),
     )
-    sequences = tuple(replace(s, prompt_ids=(7, 9, 10), output_ids=(7, 8, 2)) for s in sequences)
+    by_slot = {
+        slot: Sequenced(sampling=sampling, prompt_ids=(7, 9, 10), output_ids=(7, 8, 2))
+        for slot, sampling in enumerate(banning)
+    }
     device, logits_BV = Device(), random_logits(np.random.default_rng(9))
-    by_slot = dict(enumerate(sequences))
     for slot, one in by_slot.items():
         device.open(slot, one)
 
     adjusted_BV = device.adjusted(logits_BV, by_slot)
 
     assert np.isfinite(adjusted_BV).all()
-    for adjusted_V, logits_V, one in zip(adjusted_BV, logits_BV, sequences, strict=False):
+    for adjusted_V, logits_V, one in zip(adjusted_BV, logits_BV, by_slot.values(), strict=False):
         banned_V = np.isneginf(one.reference(logits_V))
         assert (adjusted_V[banned_V] < NEVER).all()
         assert (adjusted_V[~banned_V] > NEVER).any()
