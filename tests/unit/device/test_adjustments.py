@@ -217,7 +217,7 @@ def test_penalties_tell_ids_of_the_prompt_from_generated_ones() -> None:
     assert not adjusted_V[9:].any()
 
 
-@pytest.mark.parametrize("repetition_penalty", [1e-30, 0.01, 1e25])
+@pytest.mark.parametrize("repetition_penalty", [2e-38, 1e-30, 0.01, 1e25])
 def test_neither_bias_nor_penalty_lifts_a_ban(repetition_penalty: float) -> None:
     repeated = replace(PLAIN, repetition_penalty=repetition_penalty)
     banning = (
