@@ -27,18 +27,18 @@ def main(argv: Sequence[str]) -> int:
     # The first process of a container ignores signals that it has no handler for.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Imported late: the health check runs every few seconds.
-    from jaxserve.cli import cache_dir, main, parser
+    from jaxserve import cli
     from jaxserve.hub.demo import DEMO_MODEL_NAME, has_gemma3_270m
 
     command = with_address(argv, os.environ)
-    arguments = parser().parse_args(command)
+    arguments = cli.parser().parse_args(command)
     model = arguments.model if arguments.command == "serve" else arguments.name
-    _warn_if_read_only(cache_dir())
-    if model in (None, DEMO_MODEL_NAME) and not has_gemma3_270m(cache_dir()):
+    _warn_if_read_only(cli.cache_dir())
+    if model in (None, DEMO_MODEL_NAME) and not has_gemma3_270m(cli.cache_dir()):
         code = fetch_demo_model(DEMO_MODEL_NAME)
         if code != 0:
             return code
-    return main(command)
+    return cli.main(command)
 
 
 def with_address(argv: Sequence[str], environment: Mapping[str, str]) -> list[str]:

@@ -8,6 +8,7 @@ cache are left on disk. Runs before the engine starts.
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -188,7 +189,10 @@ def _open(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="numpy") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise ModelLoadError(f"cannot read {file}: {error}") from error
+        # Of a file that it may not open, safetensors says that it is not there.
+        is_closed = file.exists() and not os.access(file, os.R_OK)
+        reason = f"user {os.getuid()} may not" if is_closed else error
+        raise ModelLoadError(f"cannot read {file}: {reason}") from error
 
 
 def _scan(file: Path) -> Iterator[tuple[str, _Tensor]]:
