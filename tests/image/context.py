@@ -1,5 +1,6 @@
 """The build context, as .dockerignore leaves it, and the wheels that building it needs."""
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -29,11 +30,23 @@ def make_context(folder: Path) -> Path:
     return folder
 
 
-def download_wheels(folder: Path) -> Path:
-    """Fetch, or take from pip's cache, what the build installs: the one thing it needs a network for."""
+def wheels() -> Path:
+    """Return a folder of what the build installs: the one thing that it needs a network for.
+
+    It stays in the checkout's .cache until what is wanted changes.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    wanted += ["hatchling", "gguf"]
+    constraints = ROOT / "constraints.txt"
+    text = "\n".join([sys.version, *wanted, constraints.read_text()])
+    kept = ROOT / ".cache" / "image-wheels"
+    folder = kept / hashlib.sha256(text.encode()).hexdigest()[:16]
+    if folder.exists():
+        return folder
+    shutil.rmtree(kept, ignore_errors=True)
+    partial = folder.with_suffix(".partial")
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    pip += ["--only-binary", ":all:", "--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*pip, "--dest", str(folder), *wanted, "hatchling", "gguf"], check=True)
-    return folder
+    pip += ["--only-binary", ":all:", "--constraint", str(constraints), "--dest", str(partial)]
+    subprocess.run([*pip, *wanted], check=True)
+    return partial.rename(folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.image.context import ROOT, download_wheels, make_context
+from tests.image.context import ROOT, make_context, wheels
 from tests.image.dockerfile import Stage, read_stages
 from tests.image.sandbox import (
     BASE_ENVIRONMENT,
@@ -86,14 +86,13 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
         pytest.skip(message)
     folder = tmp_path_factory.mktemp("image")
     try:
-        wheels = download_wheels(folder / "wheels")
         stages = read_stages(ROOT / "Dockerfile", {}, BASE_ENVIRONMENT)
         sandbox = build(
             stages,
             make_context(folder / "context"),
             folder / "stages",
             environment={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels"},
-            binds={"/wheels": (wheels, "ro")},
+            binds={"/wheels": (wheels(), "ro")},
         )
         model = make_checkpoint(folder / "model", "gemma3")
         yield Image(stage=stages[-1], sandbox=sandbox, model=model)
