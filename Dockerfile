@@ -60,7 +60,7 @@ USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 # A start fetches, loads and compiles. One that fails exits, so that the long period hides nothing.
-HEALTHCHECK --start-period=30m --interval=10s --timeout=5s --retries=3 \
+HEALTHCHECK --start-period=60m --interval=10s --timeout=5s --retries=3 \
     CMD ["python", "/opt/jaxserve/container.py", "health"]
 ENTRYPOINT ["python", "/opt/jaxserve/container.py"]
 CMD ["serve"]

@@ -1,4 +1,4 @@
-"""The package as one file: built the same each time, and serving where only its dependencies are."""
+"""The package as one file: the same bytes each time, serving where only its dependencies are."""
 
 import subprocess
 import sys
@@ -73,7 +73,7 @@ def test_without_its_dependencies_it_says_what_to_install(
     result = run(str(tmp_path / "bin" / "python"), "-I", str(single_file), "serve")
 
     assert result.returncode == 1
-    assert "is not installed: python -m pip install \"anyio" in result.stderr
+    assert 'is not installed: python -m pip install "anyio' in result.stderr
     assert "Traceback" not in result.stderr
 
 

@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """Files of the build context, or of another stage, to a path; a folder is meant if it ends in /."""
+    """Files of the context, or of another stage, to a path, which is a folder if it ends in /."""
 
     sources: tuple[str, ...]
     target: str
@@ -91,46 +91,51 @@ def _instructions(path: Path) -> Iterator[tuple[str, str]]:
 
 def _apply(stage: Stage, instruction: str, value: str, values: Mapping[str, str]) -> None:
     known = {**values, **stage.environment}  # ENV wins over ARG
+    if instruction == "RUN":
+        # The shell puts variables in; to it, arguments are environment.
+        run = Run(command=value, cwd=stage.cwd, user=stage.user, environment=known)
+        stage.steps.append(run)
+    elif instruction == "COPY":
+        stage.steps.append(_copy(_substitute(value, known).split(), stage.cwd))
+    elif instruction in ("HEALTHCHECK", "ENTRYPOINT", "CMD"):
+        if instruction == "HEALTHCHECK":
+            flags, _, command = value.partition("CMD ")
+            stage.health_flags, stage.health = _pairs(flags), _exec_form(command)
+        elif instruction == "ENTRYPOINT":
+            stage.entrypoint = _exec_form(value)
+        else:
+            stage.command = _exec_form(value)
+    else:
+        # All of one instruction see the environment before it.
+        _configure(stage, instruction, _substitute(value, known))
+
+
+def _copy(words: list[str], cwd: str) -> Copy:
+    flags = [word for word in words if word.startswith("--")]
+    *sources, target = words[len(flags) :]
+    origins = [flag.removeprefix("--from=") for flag in flags]
+    _require(all(flag.startswith("--from=") for flag in flags), str(flags))
+    return Copy(
+        sources=tuple(sources), target=_join(cwd, target), stage=origins[0] if origins else None
+    )
+
+
+def _configure(stage: Stage, instruction: str, value: str) -> None:
     match instruction:
-        case "RUN":
-            # The shell puts variables in; to it, arguments are environment.
-            stage.steps.append(
-                Run(command=value, cwd=stage.cwd, user=stage.user, environment=known)
-            )
-        case "COPY":
-            *sources, target = _substitute(value, known).split()
-            flags = [source for source in sources if source.startswith("--")]
-            origin = None
-            for flag in flags:
-                name, _, origin = flag.partition("=")
-                _require(name == "--from", flag)
-            sources = [source for source in sources if source not in flags]
-            stage.steps.append(
-                Copy(sources=tuple(sources), target=_join(stage.cwd, target), stage=origin)
-            )
         case "ENV":
-            # All of one instruction see the environment before it.
-            stage.environment |= _pairs(_substitute(value, known))
+            stage.environment |= _pairs(value)
         case "LABEL":
-            stage.labels |= _pairs(_substitute(value, known))
+            stage.labels |= _pairs(value)
         case "WORKDIR":
-            stage.cwd = _join(stage.cwd, _substitute(value, known))
+            stage.cwd = _join(stage.cwd, value)
         case "USER":
-            stage.user = _substitute(value, known)
+            stage.user = value
         case "VOLUME":
-            stage.volumes += _substitute(value, known).split()
+            stage.volumes += value.split()
         case "EXPOSE":
-            stage.ports += _substitute(value, known).split()
+            stage.ports += value.split()
         case "STOPSIGNAL":
             stage.stop_signal = value
-        case "HEALTHCHECK":
-            flags_, _, command = value.partition("CMD ")
-            stage.health_flags = _pairs(flags_)
-            stage.health = _exec_form(command)
-        case "ENTRYPOINT":
-            stage.entrypoint = _exec_form(value)
-        case "CMD":
-            stage.command = _exec_form(value)
         case _:
             _require(False, instruction)
 

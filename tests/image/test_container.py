@@ -40,7 +40,7 @@ class FakeProcesses:
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> FakeProcesses:
     fake = FakeProcesses()
-    monkeypatch.setattr(container.subprocess, "run", fake)
+    monkeypatch.setattr("scripts.container.subprocess.run", fake)
     return fake
 
 
@@ -122,7 +122,7 @@ def test_sigterm_while_fetching_ends_the_start(
     def stopped(*_: object, **__: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(container.subprocess, "run", stopped)
+    monkeypatch.setattr("scripts.container.subprocess.run", stopped)
 
     with pytest.raises(SystemExit) as exit_:
         container.main(["serve"])
@@ -176,9 +176,7 @@ def answering(code: int) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
-def test_the_check_follows_health(
-    monkeypatch: pytest.MonkeyPatch, status: int, code: int
-) -> None:
+def test_the_check_follows_health(monkeypatch: pytest.MonkeyPatch, status: int, code: int) -> None:
     with answering(status) as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)

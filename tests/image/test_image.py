@@ -64,7 +64,7 @@ class Image:
         )
 
     def _volumes(self, folder: Path) -> Binds:
-        """Make fresh volumes as an engine does: with the owner and mode that the image has there."""
+        """Make fresh volumes as an engine does, with the image's owner and mode of the folder."""
         made = {}
         for path in self.stage.volumes:
             original = (self.sandbox.root / path.lstrip("/")).stat()
@@ -136,10 +136,8 @@ def test_the_server_runs_as_the_images_user_and_answers(image: Image, container:
 
 def test_what_it_writes_is_on_the_volume(container: Container) -> None:
     listed = container.execute(["find", "/data/cache/jaxserve/compiled", "-type", "f"])
-    elsewhere = container.execute(
-        ["find", "/", "-path", "/proc", "-prune", "-o", "-path", "/data", "-prune"]
-        + ["-o", "-user", "jaxserve", "-print"]
-    )
+    not_kept = ["find", "/", "-path", "/proc", "-prune", "-o", "-path", "/data", "-prune"]
+    elsewhere = container.execute([*not_kept, "-o", "-user", "jaxserve", "-print"])
 
     assert listed.stdout, listed.stderr
     assert elsewhere.stdout == ""
