@@ -58,11 +58,12 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     """Load a checkpoint and compile all that serving it needs.
 
     Raises:
-        ConfigError: an option is out of range, or what is asked for does not fit the device.
+        ConfigError: an option is out of range, what is asked for does not fit the device, or there
+            is no device.
         ModelLoadError: the checkpoint cannot be served.
     """
     started_s = time.perf_counter()
-    device = jax.devices()[0]
+    device = _find_device()
     dtype = _choose_dtype(options.dtype, device)
     config = load_config(folder)
     loaded = load_params(
@@ -92,6 +93,13 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
         time.perf_counter() - compiled_s,
     )
     return LoadedModel(config=config, runner=runner, warm_up_s=warm_up_s)
+
+
+def _find_device() -> jax.Device:
+    try:
+        return jax.devices()[0]
+    except RuntimeError as error:  # JAX_PLATFORMS names what is not here or cannot be opened
+        raise ConfigError(f"no device to serve on: {error}") from error
 
 
 def _choose_dtype(dtype: str, device: jax.Device) -> str:

@@ -1,6 +1,7 @@
 """Starts that are refused: the exit code, and what the user is told."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -12,15 +13,21 @@ from tests.e2e.conftest import Setup
 from tests.e2e.server import COMMAND, ROOT
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+        [*COMMAND, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
 
 
-def serve(setup: Setup, *flags: str) -> subprocess.CompletedProcess[str]:
+def serve(setup: Setup, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Start with the shared flags and some that override them; it ends by itself."""
-    return run("serve", "--port", "0", *setup.flags, *flags)
+    return run("serve", "--port", "0", *setup.flags, *flags, **environment)
 
 
 def last_line(result: subprocess.CompletedProcess[str]) -> str:
@@ -40,6 +47,15 @@ def test_a_folder_that_holds_no_model(setup: Setup, tmp_path: Path) -> None:
 
     assert result.returncode == 3
     assert str(tmp_path) in last_line(result)
+    assert "Traceback" not in result.stderr
+
+
+def test_a_device_that_is_not_there(setup: Setup) -> None:
+    result = serve(setup, JAX_PLATFORMS="no_such_chip")
+
+    assert result.returncode == 2
+    assert last_line(result).startswith("jaxserve: no device to serve on: ")
+    assert "no_such_chip" in last_line(result)
     assert "Traceback" not in result.stderr
 
 
