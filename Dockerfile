@@ -13,9 +13,8 @@ ARG DEVICE=cpu
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src
 COPY constraints.txt ./
-RUN python3 -m venv /opt/tools && \
-    /opt/tools/bin/pip install --constraint constraints.txt hatchling && \
-    python3 -m venv /opt/jaxserve
+RUN python3 -m venv /opt/jaxserve && \
+    /opt/jaxserve/bin/pip install --constraint constraints.txt --target /opt/tools hatchling
 # Of the package only what its metadata needs: a change of the code leaves the dependencies' layer as it is.
 COPY LICENSE README.md pyproject.toml ./
 COPY jaxserve/__init__.py jaxserve/
@@ -25,11 +24,11 @@ RUN case "$DEVICE" in \
       tpu) extras=hf,tpu ;; \
       *) echo "DEVICE is cpu or tpu, not $DEVICE" >&2; exit 1 ;; \
     esac && \
-    /opt/tools/bin/python -m hatchling build --target wheel --directory /tmp/stub && \
+    PYTHONPATH=/opt/tools /opt/jaxserve/bin/python -m hatchling build --target wheel --directory /tmp/stub && \
     wheel=$(echo /tmp/stub/*.whl) && \
     /opt/jaxserve/bin/pip install --constraint constraints.txt "${wheel}[$extras]" gguf
 COPY jaxserve/ jaxserve/
-RUN /opt/tools/bin/python -m hatchling build --target wheel --directory /tmp/wheel && \
+RUN PYTHONPATH=/opt/tools /opt/jaxserve/bin/python -m hatchling build --target wheel --directory /tmp/wheel && \
     /opt/jaxserve/bin/pip install --no-deps --force-reinstall /tmp/wheel/*.whl && \
     grep '^gemma3-270m' constraints.txt > /opt/jaxserve/demo.txt
 COPY scripts/container.py /opt/jaxserve/

@@ -156,15 +156,21 @@ def _copy(step: Copy, origin: Path, root: Path) -> None:
         source = origin / name.lstrip("/")
         # Of a folder the content is copied, of a file the file.
         into = source.is_file() and step.target.endswith("/")
-        _copy_into(source, target / source.name if into else target)
+        # A finished stage is written no more, so that another may share its files.
+        _copy_into(source, target / source.name if into else target, share=step.stage is not None)
 
 
-def _copy_into(source: Path, target: Path) -> None:
+def _copy_into(source: Path, target: Path, *, share: bool = False) -> None:
+    copy = _link if share else shutil.copy
     if source.is_dir():
-        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True, copy_function=copy)
     else:
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
+        copy(source, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    os.link(source, target, follow_symlinks=False)
 
 
 class Container:

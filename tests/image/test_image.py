@@ -52,8 +52,8 @@ class Image:
 
     def start(self, folder: Path) -> Container:
         """Start a server, told nothing but which model to serve and how large to be."""
-        flags = ["--model", "/models/tiny", "--dtype", "float32", "--max-batch", "2"]
-        flags += ["--max-model-len", "256", "--kv-cache-bytes", str(1 << 22)]
+        flags = ["--model", "/models/tiny", "--dtype", "float32", "--kv-cache-bytes", str(1 << 22)]
+        flags += ["--max-batch", "1", "--max-model-len", "64"]  # two programs to compile
         return Container(
             self.stage,
             self.sandbox,
@@ -94,7 +94,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
             environment={"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/wheels"},
             binds={"/wheels": (wheels(), "ro")},
         )
-        model = make_checkpoint(folder / "model", "gemma3")
+        model = make_checkpoint(folder / "model", "dense")
         yield Image(stage=stages[-1], sandbox=sandbox, model=model)
     finally:
         shutil.rmtree(folder)  # more than a gigabyte
