@@ -93,13 +93,16 @@ class GenerationRequest:
     """One sequence to generate.
 
     `request_id` is unique among live sequences; `prompt_ids` is not empty. Of those that wait the
-    one with the least `priority` comes first, then the earliest.
+    one with the least `priority` comes first, then the earliest. Only requests of one `cache_salt`
+    share cached prefixes; what one with a `session` leaves in the cache is kept longer.
     """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    cache_salt: str | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

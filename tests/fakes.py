@@ -167,6 +167,17 @@ class FakeRunner:
         assert (start + len(pages) - 1) * self.page_size < self.max_model_len
         self._slots[slot].pages.update(enumerate(pages, start))
 
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        self.count_call("copy_pages")
+        assert 0 < len(pairs) <= self.num_slots
+        copies = {
+            (target, offset): self._store[source, offset]
+            for source, target in pairs
+            for offset in range(self.page_size)
+            if (source, offset) in self._store
+        }
+        self._store.update(copies)
+
     def extend(self, chunks: Sequence[ExtendChunk]) -> FakePendingTokens:
         self.count_call("extend")
         self.extended.append(list(chunks))

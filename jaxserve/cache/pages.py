@@ -1,10 +1,10 @@
-"""The pool of KV pages: who holds each page, and how many hold it.
+"""The pool of KV pages: which are free.
 
-It owns page numbers and reference counts; it knows nothing of arrays, tokens or requests. Page 0 is
-the scratch page where padding rows write: it is never handed out. Device thread only.
+It owns page numbers; it knows nothing of arrays, tokens or requests. Page 0 is the scratch page
+where padding rows write: it is never handed out. Device thread only.
 
     [0, 1)            scratch, nobody's
-    [1, num_pages)    free (count 0, on the free list) or held (count > 0): always one of the two
+    [1, num_pages)    free, or held by one owner
 """
 
 from collections.abc import Iterable
@@ -20,14 +20,14 @@ class PagePool:
             raise ConfigError(
                 f"num_pages is {num_pages}: a pool needs the scratch page and one more"
             )
-        self._num_holders = [0] * num_pages
+        self._is_held = [False] * num_pages
         # A stack: the page that was freed last is handed out first. Low numbers first at the start.
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
     def num_pages(self) -> int:
         """Pages that can be handed out: all but the scratch page."""
-        return len(self._num_holders) - 1
+        return len(self._is_held) - 1
 
     @property
     def num_free(self) -> int:
@@ -40,37 +40,29 @@ class PagePool:
         return self.num_pages - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages, one holder each; None, and nothing taken, where fewer are free."""
+        """Take `count` pages; None, and nothing taken, where fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._num_holders[page] = 1
+            self._is_held[page] = True
         return pages
 
-    def share(self, pages: Iterable[int]) -> None:
-        """Add a holder to each of these held pages."""
-        for page in pages:
-            if self._num_holders[page] < 1:
-                raise InvariantError(f"page {page} is shared but nobody holds it")
-            self._num_holders[page] += 1
-
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one holder of each of these pages; the last holder's release frees the page."""
+        """Free held pages."""
         for page in pages:
-            if self._num_holders[page] < 1:
+            if not self._is_held[page]:
                 raise InvariantError(f"page {page} is released but nobody holds it")
-            self._num_holders[page] -= 1
-            if self._num_holders[page] == 0:
-                self._free.append(page)
+            self._is_held[page] = False
+            self._free.append(page)
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless every page is either free once or held; O(num_pages)."""
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError("a page is on the free list twice")
-        for page, num_holders in enumerate(self._num_holders):
-            if (page != 0 and num_holders == 0) != (page in free):
+        for page, is_held in enumerate(self._is_held):
+            if (page != 0 and not is_held) != (page in free):
                 raise InvariantError(
-                    f"page {page} has {num_holders} holders, on the free list: {page in free}"
+                    f"page {page} is held: {is_held}, on the free list: {page in free}"
                 )

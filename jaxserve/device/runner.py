@@ -28,15 +28,15 @@ from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
 from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state
 from jaxserve.errors import InvariantError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
+from jaxserve.models.kv_cache import KVCache, copy_pages, make_cache, stored_dtype
 from jaxserve.models.params import Params
 from jaxserve.types import SamplingParams, TokenLogprobs
 
 StepProgram = DecodeBucket | ExtendShape
 """What a step's program is compiled for."""
 
-Program = StepProgram | Literal["write_table"]
-"""What a program is compiled for; the last one writes a piece of a slot's adjustments."""
+Program = StepProgram | Literal["write_table", "copy_pages"]
+"""What a program is compiled for; `write_table` writes a piece of a slot's adjustments."""
 
 
 class PendingResults:
@@ -107,11 +107,14 @@ def lowerings(
         if program == "write_table":
             piece = jax.ShapeDtypeStruct((PIECE_SIZE,), jnp.int32)
             return jax.jit(_write_piece, donate_argnums=0).lower(state, piece)
+        if program == "copy_pages":
+            pairs = jax.ShapeDtypeStruct((plan.num_slots, 2), jnp.int32)
+            return jax.jit(copy_pages, donate_argnums=0).lower(cache, pairs)
         function, staged_shape = _step_function(program, plan, config)
         staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
 
-    all_programs: list[Program] = [*step_programs(plan), "write_table"]
+    all_programs: list[Program] = [*step_programs(plan), "write_table", "copy_pages"]
     return {program: partial(lower, program) for program in all_programs}
 
 
@@ -202,6 +205,13 @@ class ModelRunner:
         """Set entries [start, start + len(pages)) of the slot's page table."""
         self._host_rows.set_pages(slot, start, pages)
 
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the keys and values of pages, source to destination, at most num_slots of them."""
+        staged = np.zeros((self.num_slots, 2), np.int32)  # the rest copies the scratch page
+        if pairs:
+            staged[: len(pairs)] = pairs
+        self._cache = self._programs["copy_pages"](self._cache, staged)
+
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingResults:
         """Run each slot's last sampled id at its position and sample the next one."""
         bucket = DecodeBucket(
@@ -234,6 +244,7 @@ class ModelRunner:
         no_slots: list[int] = []
         durations_s = {}
         self._write_table(padding_piece(self._host_rows.scratch_slot))
+        self.copy_pages([])
         for program in step_programs(self._plan):
             if isinstance(program, DecodeBucket):
                 staged = self._host_rows.stage(no_slots, program.rows, program.table_size)

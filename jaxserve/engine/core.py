@@ -172,6 +172,8 @@ class EngineCore:
             self._runner.open_slot(
                 request.slot, request.sampling, request.prompt_ids, request.output_ids
             )
+        if batch.copies:
+            self._runner.copy_pages(batch.copies)
         for slot, start, pages in batch.page_grants:
             self._runner.set_pages(slot, start, pages)
         extended = self._runner.extend(batch.chunks) if batch.chunks else None
@@ -237,8 +239,8 @@ class EngineCore:
         self._metrics.set_load(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            num_pages_free=pool.num_free,
-            num_pages_used=pool.num_used,
+            num_pages_free=pool.num_pages - self._scheduler.num_pages_held,
+            num_pages_used=self._scheduler.num_pages_held,
         )
 
     # The end

@@ -4,7 +4,8 @@ Positions of a sequence of P prompt ids and G settled output ids, all half-open:
 
     [0, num_computed_tokens)                their KV is written, or will be by what is in flight
     [num_computed_tokens, prefill_end)      known ids that prefill still has to write
-    [0, len(pages) * page_size)             covered by the pages that this request holds
+    [0, len(pages) * page_size)             covered by pages; [0, len(path) * page_size) by the
+                                            prefix tree's, whose nodes are locked
     [P, P + G)                              output ids that the host has read
     [P + G, P + num_sampled_tokens)         output ids that only the device has, or will have
 
@@ -13,9 +14,9 @@ not written yet.
 """
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.cache.radix import Node, Root
 from jaxserve.types import GenerationRequest, RequestStats, SamplingParams
 
 
@@ -38,6 +39,11 @@ class Request:
             first.
         arrival_s: when the client submitted it. Times are seconds of the engine's clock; None:
             never got there.
+        pages: of its positions, in order; those in `path` as well, but for some where another
+            request inserted the same ids first.
+        root: where the path begins; locked, as the path is, while RUNNING.
+        num_copyable_tokens: computed by steps before the one that is planned.
+        num_cached_tokens: prompt tokens that were found computed when it was first admitted.
         num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
     """
 
@@ -48,7 +54,13 @@ class Request:
     priority: int = 0
     status: RequestStatus = RequestStatus.WAITING
     slot: int = -1
+    cache_salt: str | None = None
+    session: str | None = None
     pages: list[int] = field(default_factory=list)
+    root: Root | None = None
+    path: list[Node] = field(default_factory=list)
+    num_copyable_tokens: int = 0
+    num_cached_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
     prefill_end: int = 0
     num_computed_tokens: int = 0
@@ -66,6 +78,8 @@ class Request:
             sampling=submitted.sampling,
             arrival_s=arrival_s,
             priority=submitted.priority,
+            cache_salt=submitted.cache_salt,
+            session=submitted.session,
         )
 
     @property
@@ -95,7 +109,7 @@ class Request:
         """Whether another token may be dispatched: those in flight count against max_tokens."""
         return self.num_sampled_tokens < self.sampling.max_tokens
 
-    def known_ids(self, start: int, end: int) -> Sequence[int]:
+    def known_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the known ids at positions [start, end)."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
@@ -107,7 +121,7 @@ class Request:
         """Sum the request up, as of its end at `now_s`."""
         return RequestStats(
             num_prompt_tokens=len(self.prompt_ids),
-            num_cached_tokens=0,
+            num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.output_ids),
             queue_s=None if self.admitted_s is None else self.admitted_s - self.arrival_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,

@@ -77,6 +77,10 @@ class Runner(RunnerSizes, Protocol):
         """Set entries [start, start + len(pages)) of the slot's page table."""
         ...
 
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the keys and values of pages, source to destination, at most num_slots of them."""
+        ...
+
     def extend(self, chunks: Sequence[ExtendChunk]) -> PendingTokens:
         """Write the KV of chunks that fit a bucket, one a slot; sample where one says so."""
         ...

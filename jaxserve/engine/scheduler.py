@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.cache.pages import PagePool
+from jaxserve.cache.radix import Match, RadixTree, common_length
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk, smallest_extend
 from jaxserve.engine.request import Request, RequestStatus
 from jaxserve.engine.runner import RunnerSizes
@@ -49,6 +50,7 @@ class Batch:
 
     Attributes:
         admitted: requests whose slots are to be opened.
+        copies: pages to copy before anything else, source to destination.
         chunks: for one extend, which `bucket` is the smallest to fit; None where it is scored.
         prefilled: the requests of those chunks that sample, in their order.
         decoded: the requests of the decode, row by row, with their slots and positions.
@@ -57,6 +59,7 @@ class Batch:
     """
 
     admitted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     page_grants: list[PageGrant] = field(default_factory=list)
     chunks: list[ExtendChunk] = field(default_factory=list)
     bucket: ExtendBucket | None = None
@@ -93,8 +96,17 @@ class StepResults:
 class Scheduler:
     """Plans steps with `schedule` and takes their ids back with `settle`, in the same order."""
 
-    def __init__(self, sizes: RunnerSizes, *, prefill_stall_factor: float = 1.5) -> None:
+    def __init__(
+        self,
+        sizes: RunnerSizes,
+        *,
+        prefill_stall_factor: float = 1.5,
+        reuses_prefixes: bool = True,
+        session_grace_s: float = 60.0,
+    ) -> None:
         """Let prefill beside running streams take `prefill_stall_factor` decode steps' time.
+
+        What a request with a session leaves in the prefix tree is kept for `session_grace_s`.
 
         Raises:
             ConfigError: one sequence of max_model_len does not fit the pages.
@@ -103,7 +115,10 @@ class Scheduler:
         self._max_model_len = sizes.max_model_len
         self._buckets = sizes.extend_buckets
         self._prefill_stall_factor = prefill_stall_factor
+        self._reuses_prefixes = reuses_prefixes
+        self._session_grace_s = session_grace_s
         self.pool = PagePool(sizes.num_pages)
+        self.tree = RadixTree(self.pool, sizes.page_size)
         self.times = StepTimes(sizes.extend_buckets)
         self._num_slots = sizes.num_slots
         self._free_slots = list(range(sizes.num_slots - 1, -1, -1))
@@ -111,6 +126,8 @@ class Scheduler:
         self._running: list[Request] = []
         self._live: dict[str, Request] = {}
         self._num_steps_in_flight = 0
+        self._step = 0
+        self._now_s = 0.0
         # One sequence alone always fits, so the first in order gets to its end: no deadlock.
         if self._num_pages_for(sizes.max_model_len) > self.pool.num_pages:
             raise ConfigError(
@@ -127,6 +144,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests in the queue, preempted ones included."""
         return len(self._waiting)
+
+    @property
+    def num_pages_held(self) -> int:
+        """Pages that running requests hold; the others are free, or cached and can be evicted."""
+        return self.pool.num_used - self.tree.num_evictable
+
+    @property
+    def _num_available(self) -> int:
+        return self.pool.num_free + self.tree.num_evictable
 
     @property
     def has_live(self) -> bool:
@@ -171,6 +197,10 @@ class Scheduler:
         None says that there is nothing to dispatch; if requests are live, what is in flight has to
         settle first.
         """
+        self._step += 1
+        self._now_s = now_s
+        for request in self._running:
+            request.num_copyable_tokens = request.num_computed_tokens
         batch = Batch()
         rows = self._rows_with_pages(batch)
         if rows is None:
@@ -209,6 +239,7 @@ class Scheduler:
             num_top = request.sampling.num_logprobs
             told = () if num_top is None or scored is None else (scored.cut(num_top),)
             events.append(TokenOutput(request.request_id, (token_id,), told))
+            self._keep_computed(request)
             if token_id in request.sampling.stop_token_ids:
                 events.append(self._finish(request, "stop", now_s))
             elif len(request.output_ids) == request.sampling.max_tokens:
@@ -218,11 +249,16 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
         self.pool.check_integrity()
-        held = [page for request in self._running for page in request.pages]
-        if len(set(held)) != len(held) or len(held) != self.pool.num_used:
+        self.tree.check_integrity()
+        own = [page for request in self._running for page in self._own_pages(request)]
+        if len(set(own)) != len(own) or len(own) + self.tree.num_nodes != self.pool.num_used:
             raise InvariantError(
-                f"{self.pool.num_used} pages are used, running requests hold {sorted(held)}"
+                f"{self.pool.num_used} pages are used, {self.tree.num_nodes} of them cached;"
+                f" running requests own {sorted(own)}"
             )
+        locked = {id(node) for request in self._running for node in request.path}
+        if len(locked) + self.tree.num_evictable != self.tree.num_nodes:
+            raise InvariantError("cached pages are locked that no running request uses")
         slots = sorted([*self._free_slots, *(request.slot for request in self._running)])
         if slots != list(range(self._num_slots)):
             raise InvariantError(f"free and running slots are {slots}, of {self._num_slots}")
@@ -261,7 +297,7 @@ class Scheduler:
                 request.num_computed_tokens == len(request.pages) * self._page_size
                 for request in rows
             )
-            if num_short <= self.pool.num_free:
+            if num_short <= self._num_available:
                 return rows
             if self._num_steps_in_flight:
                 return None
@@ -323,7 +359,7 @@ class Scheduler:
     def _plan_chunk(self, batch: Batch, request: Request, num_blocks: int, block: int) -> int:
         """Plan the next chunk, as far as blocks and pages go; return the blocks taken."""
         start = request.num_computed_tokens
-        num_covered = (len(request.pages) + self.pool.num_free) * self._page_size
+        num_covered = (len(request.pages) + self._num_available) * self._page_size
         end = min(request.prefill_end, start + num_blocks * block, num_covered)
         if end <= start:
             return 0
@@ -339,6 +375,7 @@ class Scheduler:
             )
         )
         request.num_computed_tokens = end
+        self._keep_computed(request)
         if is_last:
             batch.prefilled.append(request)
             request.num_sampled_tokens += 1
@@ -350,9 +387,9 @@ class Scheduler:
         num_missing = self._num_pages_for(end) - start_page
         if num_missing <= 0:
             return
-        pages = self.pool.allocate(num_missing)
+        pages = self.tree.allocate(num_missing, self._now_s)
         if pages is None:
-            raise InvariantError(f"{num_missing} pages were planned, {self.pool.num_free} are free")
+            raise InvariantError(f"{num_missing} pages were planned, too few can be had")
         batch.page_grants.append(PageGrant(request.slot, start_page, pages))
         request.pages += pages
 
@@ -376,16 +413,25 @@ class Scheduler:
             for request in self._running
             if request.is_prefilling
         )
-        num_wanted = self._num_pages_for(self._waiting[0].num_known_tokens) + len(self._running)
-        return num_owed + num_wanted <= self.pool.num_free
+        head = self._waiting[0]
+        match = self._match(head)
+        num_matched = len(match.nodes) * self._page_size + match.num_tail
+        if self._is_being_computed(head, num_matched):
+            return False
+        # Once locked, a cached page is nobody else's to evict.
+        num_to_lock = sum(node.num_locks == 0 for node in match.nodes)
+        num_wanted = self._num_pages_for(head.num_known_tokens) - len(match.nodes) + num_to_lock
+        return num_owed + num_wanted + len(self._running) <= self._num_available
 
     def _admit(self, batch: Batch, now_s: float) -> Request:
         request = self._waiting.popleft()
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.prefill_end = request.num_known_tokens
+        self._reuse(batch, request)
         if request.admitted_s is None:
             request.admitted_s = now_s
+            request.num_cached_tokens = request.num_computed_tokens
         insort_right(self._running, request, key=_order)
         batch.admitted.append(request)
         return request
@@ -401,7 +447,7 @@ class Scheduler:
             raise InvariantError(f"request {request.request_id!r} is preempted with ids in flight")
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        request.num_computed_tokens = request.num_copyable_tokens = 0
         insort_left(self._waiting, request, key=_order)
         batch.num_preempted += 1
 
@@ -415,15 +461,140 @@ class Scheduler:
         return RequestFinished(request.request_id, reason, request.stats(now_s))
 
     def _release(self, request: Request) -> None:
-        """Take back the slot and the pages of a running request.
+        """Take back the slot of a running request, and leave what it computed in the tree.
 
         A step in flight may still write one of the pages. The device works in order, and the next
         owner writes each position before it reads it, so the stale write is never seen.
         """
         self._running.remove(request)
         self._free_slots.append(request.slot)
-        self.pool.release(request.pages)
-        request.pages = []
+        self._keep_computed(request)
+        if request.root is None:
+            raise InvariantError(f"request {request.request_id!r} runs without a place in the tree")
+        own = self._own_pages(request)
+        start = len(request.path) * self._page_size
+        end = min(request.num_known_tokens, request.num_computed_tokens)
+        if self._reuses_prefixes and end > start:
+            # The page that is not full ends here.
+            page = request.pages[len(request.path)]
+            parent = request.path[-1] if request.path else request.root
+            node = self.tree.insert(parent, request.known_ids(start, end), page, self._step)
+            request.path.append(node)
+            own = self._own_pages(request)
+        self.pool.release(own)
+        kept_until_s = self._now_s + self._session_grace_s if request.session else 0.0
+        for node in reversed(request.path):
+            self.tree.unlock(node, kept_until_s=kept_until_s)
+        self.tree.unlock(request.root)
+        request.root, request.path, request.pages = None, [], []
+
+    # The prefix tree
+
+    def _match(self, request: Request) -> Match:
+        """Find what of a request's known ids is cached; the last one is never: it gives logits.
+
+        A prompt that is to be scored is computed whole.
+        """
+        num_usable = request.num_known_tokens - 1
+        if not self._reuses_prefixes or request.scores_prompt:
+            num_usable = 0
+        match = self.tree.match(request.cache_salt, request.known_ids(0, num_usable))
+        if match.tail is not None and match.tail.ready_step >= self._step:
+            # Not computed yet when this step's copies are made.
+            return match._replace(tail=None, num_tail=0)
+        return match
+
+    def _is_being_computed(self, request: Request, num_matched: int) -> bool:
+        """Say whether to wait for more of the request's prefix, which a running one computes."""
+        if not self._reuses_prefixes or request.scores_prompt:
+            return False
+        num_usable = request.num_known_tokens - 1
+        for other in self._running:
+            if other.cache_salt != request.cache_salt:
+                continue
+            num_promised = max(other.prefill_end, other.num_copyable_tokens)
+            if num_promised <= num_matched:
+                continue
+            num_shared = common_length(
+                request.known_ids(0, num_usable), other.known_ids(0, other.prefill_end)
+            )
+            # Less than a page is sooner computed than waited for.
+            if (
+                num_shared > other.num_copyable_tokens
+                and num_shared - num_matched >= self._page_size
+            ):
+                return True
+        return False
+
+    def _reuse(self, batch: Batch, request: Request) -> None:
+        """Give an admitted request what is cached of its ids: whole pages, and a copy of a part."""
+        match = self._match(request)
+        request.root = match.root
+        self.tree.lock(match.root)
+        for node in match.nodes:
+            self.tree.lock(node)
+        request.path = match.nodes
+        request.pages = [node.page for node in match.nodes]
+        request.num_computed_tokens = len(match.nodes) * self._page_size
+        if request.pages:
+            batch.page_grants.append(PageGrant(request.slot, 0, list(request.pages)))
+        source, num_tail = self._tail_source(request, match)
+        if num_tail:
+            self._copy_tail(batch, request, source, num_tail)
+
+    def _tail_source(self, request: Request, match: Match) -> tuple[int, int]:
+        """Return the page that shares most with the ids after the whole pages, and how many.
+
+        That is a page of the tree, or one that a running request is filling.
+        """
+        best = (-1, 0) if match.tail is None else (match.tail.page, match.num_tail)
+        if not self._reuses_prefixes or request.scores_prompt:
+            return best
+        start = len(match.nodes) * self._page_size
+        ids = request.known_ids(start, min(start + self._page_size, request.num_known_tokens - 1))
+        parent = match.nodes[-1] if match.nodes else match.root
+        for other in self._running:
+            if (other.path[-1] if other.path else other.root) is parent:
+                end = min(other.num_copyable_tokens, other.num_known_tokens)
+                num_tail = common_length(ids, other.known_ids(start, end))
+                if num_tail > best[1]:
+                    best = other.pages[len(other.path)], num_tail
+        return best
+
+    def _copy_tail(self, batch: Batch, request: Request, source: int, num_tail: int) -> None:
+        """Continue a copy of a page, where there is a page for it that is not the source."""
+        start_page = len(request.pages)
+        pages = self.tree.allocate(1, self._now_s)
+        if pages is None:
+            return
+        if pages[0] == source:  # evicted for its own copy: it may be continued as it is
+            source = -1
+        if source >= 0:
+            batch.copies.append((source, pages[0]))
+        batch.page_grants.append(PageGrant(request.slot, start_page, pages))
+        request.pages += pages
+        request.num_computed_tokens += num_tail
+
+    def _keep_computed(self, request: Request) -> None:
+        """Enter a running request's full pages in the tree, as far as their ids are known."""
+        if not self._reuses_prefixes or request.root is None:
+            return
+        size = self._page_size
+        num_full = min(request.num_known_tokens, request.num_computed_tokens) // size
+        for index in range(len(request.path), num_full):
+            parent = request.path[-1] if request.path else request.root
+            tokens = request.known_ids(index * size, (index + 1) * size)
+            node = self.tree.insert(parent, tokens, request.pages[index], self._step)
+            request.path.append(node)
+
+    def _own_pages(self, request: Request) -> list[int]:
+        """Return the request's pages that are not the tree's."""
+        nodes = request.path
+        return [
+            page
+            for index, page in enumerate(request.pages)
+            if index >= len(nodes) or nodes[index].page != page
+        ]
 
     def _num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

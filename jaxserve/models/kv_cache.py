@@ -48,6 +48,17 @@ def make_cache(config: ModelConfig, *, num_pages: int, page_size: int, dtype: DT
     return KVCache(k=pages(), v=pages())
 
 
+def copy_pages(cache: KVCache, pairs_N2: jax.Array) -> KVCache:
+    """Return the cache with pages copied, source to destination; no page is both."""
+    source_N, target_N = pairs_N2[:, 0], pairs_N2[:, 1]
+
+    def copy(pages_PZX: jax.Array) -> jax.Array:
+        copied_NZX = pages_PZX.at[source_N].get(mode="promise_in_bounds")
+        return pages_PZX.at[target_N].set(copied_NZX, mode="promise_in_bounds")
+
+    return KVCache(k=tuple(map(copy, cache.k)), v=tuple(map(copy, cache.v)))
+
+
 def to_stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Round float32 to what the pages hold."""
     if dtype == jnp.uint16:

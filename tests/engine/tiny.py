@@ -209,7 +209,7 @@ class TinyEngine:
             self.core.step()
         assert self.core.is_idle
         self.scheduler.check_integrity()
-        assert self.scheduler.pool.num_used == 0
+        assert self.scheduler.num_pages_held == 0
 
     def tokens_of(self, request_id: str) -> tuple[int, ...]:
         outputs = (event for event in self.events if isinstance(event, TokenOutput))

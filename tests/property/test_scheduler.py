@@ -26,6 +26,7 @@ class Planned:
     """A request, the pass before which it comes in, and the one before which it is aborted."""
 
     num_prompt: int
+    num_shared: int
     max_tokens: int
     stop_token_ids: frozenset[int]
     submit_step: int
@@ -35,7 +36,11 @@ class Planned:
     num_prompt_logprobs: int | None
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
-        return tuple((13 * number + i) % FAKE_VOCAB_SIZE for i in range(self.num_prompt))
+        """Begin with what all requests begin with; the rest is this one's alone."""
+        return tuple(
+            (i if i < self.num_shared else 13 * number + i) % FAKE_VOCAB_SIZE
+            for i in range(self.num_prompt)
+        )
 
 
 @st.composite
@@ -45,6 +50,7 @@ def planned_requests(draw: st.DrawFn) -> Planned:
     submit_step = draw(st.just(0) | st.integers(0, 12))
     return Planned(
         num_prompt=num_prompt,
+        num_shared=draw(st.just(0) | st.integers(0, num_prompt)),
         # Long answers to short prompts: pages run out in mid-decode.
         max_tokens=draw(st.just(num_left) | st.integers(1, num_left)),
         stop_token_ids=draw(st.sampled_from([frozenset[int](), frozenset[int](), STOP_IDS])),
@@ -126,7 +132,7 @@ def test_every_request_gets_what_it_gets_alone(
     run(engine, plan)
 
     event("preempted" if engine.runner.calls.count("open_slot") > len(plan) else "not preempted")
-    assert engine.scheduler.pool.num_used == 0
+    assert engine.scheduler.num_pages_held == 0
     assert engine.runner.max_unread <= 4
     for number, planned in enumerate(plan):
         request_id = str(number)

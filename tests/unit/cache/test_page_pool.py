@@ -22,25 +22,10 @@ def test_allocating_no_pages_works_on_an_empty_pool() -> None:
     assert pool.allocate(0) == []
 
 
-def test_a_shared_page_is_freed_by_its_last_holder() -> None:
-    pool = PagePool(3)
-    pages = pool.allocate(2) or []
-    pool.share(pages[:1])
-    pool.release(pages)
-    assert (pool.num_free, pool.num_used) == (1, 1)
-    pool.release(pages[:1])
-    assert (pool.num_free, pool.num_used) == (2, 0)
-
-
 @pytest.mark.parametrize("page", [0, 1])
 def test_release_of_an_unheld_page_is_a_bug(page: int) -> None:
     with pytest.raises(InvariantError):
         PagePool(3).release([page])
-
-
-def test_share_of_an_unheld_page_is_a_bug() -> None:
-    with pytest.raises(InvariantError):
-        PagePool(3).share([1])
 
 
 def test_needs_a_page_beside_the_scratch_page() -> None:
@@ -52,10 +37,10 @@ def test_integrity_check_passes_and_finds_each_kind_of_damage() -> None:
     pool = PagePool(4)
     pages = pool.allocate(2) or []
     pool.check_integrity()
-    pool._num_holders[pages[0]] = 0
+    pool._is_held[pages[0]] = False
     with pytest.raises(InvariantError, match=f"page {pages[0]}"):
         pool.check_integrity()
-    pool._num_holders[pages[0]] = 1
+    pool._is_held[pages[0]] = True
     pool._free.append(pool._free[0])
     with pytest.raises(InvariantError, match="twice"):
         pool.check_integrity()

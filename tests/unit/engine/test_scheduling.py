@@ -39,7 +39,7 @@ def test_short_prompts_share_one_extend_block_by_block() -> None:
 def test_a_chunk_that_is_cut_leaves_no_block_half_used() -> None:
     engine = SteppedEngine()
     engine.submit("a", prompt(9), 1)
-    engine.submit("b", prompt(30), 1)
+    engine.submit("b", prompt(30, 40), 1)
     engine.run_until_idle()
     assert [len(chunk.token_ids) for chunk in engine.runner.extended[0]] == [9, 16]
     assert [len(chunk.token_ids) for chunk in engine.runner.extended[1]] == [14]
@@ -155,8 +155,8 @@ def test_the_latest_arrival_gives_way_when_pages_run_out_and_its_tokens_stay_the
 
 def test_preemption_waits_until_what_is_in_flight_has_settled() -> None:
     engine = SteppedEngine(FakeRunner(num_pages=10, page_size=4, max_model_len=36))
-    for name in "ab":
-        engine.submit(name, prompt(8), 16)
+    for i, name in enumerate("ab"):
+        engine.submit(name, prompt(8, 30 * i), 16, seed=i)
     while engine.scheduler.num_waiting == 0 or engine.scheduler.num_running != 1:
         num_unread_before = len(engine.runner.unread)
         engine.step()
@@ -166,8 +166,8 @@ def test_preemption_waits_until_what_is_in_flight_has_settled() -> None:
 
 def test_a_preempted_request_comes_before_those_that_arrived_later() -> None:
     engine = SteppedEngine(FakeRunner(num_pages=10, num_slots=2, page_size=4, max_model_len=36))
-    for name in "abc":
-        engine.submit(name, prompt(8), 16)
+    for i, name in enumerate("abc"):
+        engine.submit(name, prompt(8, 30 * i), 16, seed=i)
     engine.run_until_idle()
     assert engine.runner.calls.count("open_slot") > 3
     ends = [event.request_id for event in engine.events if isinstance(event, RequestFinished)]
@@ -182,7 +182,7 @@ def test_a_request_does_not_start_on_pages_that_a_running_prefill_will_need() ->
     engine = SteppedEngine(runner)
     engine.submit("a", prompt(32), 1)
     engine.step()
-    engine.submit("b", prompt(8), 1)
+    engine.submit("b", prompt(8, 50), 1)
     engine.run_until_idle()
     assert [chunk.start for [chunk] in runner.extended] == [0, 8, 16, 24, 0]
 
@@ -218,7 +218,7 @@ def test_a_request_is_not_admitted_only_to_be_preempted() -> None:
     # wants next.
     engine = SteppedEngine(FakeRunner(num_pages=11, page_size=4, max_model_len=40))
     engine.submit("a", prompt(20), 10)
-    engine.submit("b", prompt(20), 10)
+    engine.submit("b", prompt(20, 50), 10)
     engine.run_until_idle()
     assert engine.runner.calls.count("open_slot") == 2
 
