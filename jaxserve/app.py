@@ -205,7 +205,12 @@ class _Server:
         )
         with _PhaseReport(self._client) as report:
             loaded = load_model(folder, options, report)
-        scheduler = make_scheduler(loaded, prefill_stall_factor=config.prefill_stall_factor)
+        scheduler = make_scheduler(
+            loaded,
+            prefill_stall_factor=config.prefill_stall_factor,
+            reuses_prefixes=not config.no_prefix_cache,
+            session_grace_s=config.session_grace_s,
+        )
         on_compile(self._metrics.serving_compiles.inc)
         self._model = ServedModel(
             id=self._served_name(folder),
@@ -240,9 +245,20 @@ class _Server:
         return folder.resolve().name if is_folder else config.model
 
 
-def make_scheduler(loaded: LoadedModel, *, prefill_stall_factor: float) -> Scheduler:
+def make_scheduler(
+    loaded: LoadedModel,
+    *,
+    prefill_stall_factor: float,
+    reuses_prefixes: bool = True,
+    session_grace_s: float = 60.0,
+) -> Scheduler:
     """Return a scheduler for a loaded model, with the warm-up's durations as first estimates."""
-    scheduler = Scheduler(loaded.runner, prefill_stall_factor=prefill_stall_factor)
+    scheduler = Scheduler(
+        loaded.runner,
+        prefill_stall_factor=prefill_stall_factor,
+        reuses_prefixes=reuses_prefixes,
+        session_grace_s=session_grace_s,
+    )
     for program, duration_s in loaded.warm_up_s.items():
         if isinstance(program, DecodeBucket):
             scheduler.times.learn_decode(program.rows, duration_s)

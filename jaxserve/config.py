@@ -57,6 +57,10 @@ class ServeConfig:
         1.5,
         metavar="X",
     )
+    session_grace_s: float = flag(
+        "seconds that a session's cached prefix outlasts others of its age", 60.0, metavar="S"
+    )
+    no_prefix_cache: bool = flag("compute every prompt whole", False, action="store_true")
     compile_cache: str | None = flag(
         "folder of compiled programs; default: in the user's cache folder; '' turns it off",
         None,
@@ -102,6 +106,7 @@ class ServeConfig:
             "max_waiting_requests": 1,
             "max_waiting_tokens": 1,
             "prefill_stall_factor": 0,
+            "session_grace_s": 0,
             "drain_s": 0,
             "heartbeat_s": 0,
             "max_body_bytes": 1,

@@ -34,6 +34,15 @@ class Metrics:
             "prompt_tokens", "Tokens prefilled, recomputed ones included."
         )
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens that were looked for among the cached ones."
+        )
+        self._prefix_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens that were found there, and not computed."
+        )
+        self._prefix_evictions = self._counter(
+            "prefix_cache_evictions", "Cached pages that made room for others."
+        )
         self._preemptions = self._counter(
             "num_preemptions", "Sequences that lost their pages and were computed anew."
         )
@@ -64,7 +73,10 @@ class Metrics:
             "num_requests_waiting", "Sequences that wait for a slot or for pages."
         )
         self._pages_free = self._gauge("kv_pages_free", "KV pages nobody holds.")
-        self._pages_used = self._gauge("kv_pages_used", "KV pages held.")
+        self._pages_used = self._gauge("kv_pages_used", "KV pages that sequences hold.")
+        self._pages_cached = self._gauge(
+            "kv_pages_cached", "KV pages of cached prefixes that nobody uses: evicted when needed."
+        )
         self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
 
     def observe_http(self, endpoint: str, status: int) -> None:
@@ -106,6 +118,15 @@ class Metrics:
         if num_prompt_tokens:
             self._prompt_tokens.inc(num_prompt_tokens)
 
+    def observe_looked_up(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Count an admitted sequence's prompt, and what of it was cached."""
+        self._prefix_queries.inc(num_prompt_tokens)
+        self._prefix_hits.inc(num_cached_tokens)
+
+    def observe_evicted(self, count: int) -> None:
+        """Count cached pages that made room for others."""
+        self._prefix_evictions.inc(count)
+
     def observe_preempted(self, count: int) -> None:
         """Count sequences that lost their pages."""
         self._preemptions.inc(count)
@@ -115,14 +136,22 @@ class Metrics:
         self._host.observe(duration_s)
 
     def set_load(
-        self, *, num_running: int, num_waiting: int, num_pages_free: int, num_pages_used: int
+        self,
+        *,
+        num_running: int,
+        num_waiting: int,
+        num_pages_free: int,
+        num_pages_used: int,
+        num_pages_cached: int,
     ) -> None:
-        """Set the gauges of the engine's load."""
+        """Set the gauges of the engine's load; cached pages count as not in use."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
         self._pages_free.set(num_pages_free)
         self._pages_used.set(num_pages_used)
-        self._kv_usage.set(num_pages_used / max(num_pages_free + num_pages_used, 1))
+        self._pages_cached.set(num_pages_cached)
+        num_pages = num_pages_free + num_pages_used + num_pages_cached
+        self._kv_usage.set(num_pages_used / max(num_pages, 1))
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""

@@ -78,6 +78,7 @@ class EngineCore:
         self._events: list[OutputEvent] = []
         self._in_flight: _StepInFlight | None = None
         self._settled_s = 0.0
+        self._num_evicted = 0
         self._is_stopping = False
         self.host_times: deque[HostTimes] = deque(maxlen=_NUM_HOST_TIMES)
         self._note_load()
@@ -178,6 +179,11 @@ class EngineCore:
             self._runner.set_pages(slot, start, pages)
         extended = self._runner.extend(batch.chunks) if batch.chunks else None
         decoded = self._runner.decode(batch.slots, batch.positions) if batch.slots else None
+        for request in batch.admitted:
+            if not request.output_ids:  # else it was counted before it was preempted
+                self._metrics.observe_looked_up(
+                    request.num_prompt_tokens, request.num_cached_tokens
+                )
         if batch.num_preempted:
             self._metrics.observe_preempted(batch.num_preempted)
         return _StepInFlight(batch, extended, decoded, self._clock())
@@ -235,12 +241,15 @@ class EngineCore:
         self._publish(events)
 
     def _note_load(self) -> None:
-        pool = self._scheduler.pool
+        pool, tree = self._scheduler.pool, self._scheduler.tree
+        self._metrics.observe_evicted(tree.num_evicted - self._num_evicted)
+        self._num_evicted = tree.num_evicted
         self._metrics.set_load(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            num_pages_free=pool.num_pages - self._scheduler.num_pages_held,
+            num_pages_free=pool.num_free,
             num_pages_used=self._scheduler.num_pages_held,
+            num_pages_cached=tree.num_evictable,
         )
 
     # The end

@@ -48,6 +48,7 @@ async def generate(
         param="messages" if is_chat else "prompt",
         default_max_tokens=None if is_chat else _COMPLETION_MAX_TOKENS,
         tells_echo=options.echo and not is_chat,
+        session=options.session or http.headers.get("x-session-id"),
         max_sequences=config.max_sequences,
     )
     stop = StopAutomaton(options.stop)

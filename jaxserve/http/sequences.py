@@ -24,6 +24,7 @@ def plan_sequences(
     param: str,
     default_max_tokens: int | None,
     tells_echo: bool,
+    session: str | None,
     max_sequences: int,
 ) -> list[GenerationRequest]:
     """Plan sequence p * n + i for sample i of prompt p.
@@ -46,6 +47,8 @@ def plan_sequences(
             prompt_ids=prompt,
             sampling=_sampling(prompt, i, options, model, param, default_max_tokens, tells_echo),
             priority=options.priority,
+            cache_salt=options.cache_salt,
+            session=session,
         )
         for p, prompt in enumerate(prompts)
         for i in range(options.n)

@@ -56,6 +56,8 @@ class GenerationOptions:
         prompt_logprobs: the same for the prompt's tokens.
         truncate_prompt_tokens: only the last so many tokens of the prompt count; -1: all that the
             context can hold.
+        cache_salt: only requests of the same one share cached prefixes.
+        session: whose cached prefix is kept for longer.
         echo: the prompt's text precedes the answer's.
     """
 
@@ -89,6 +91,8 @@ class GenerationOptions:
     logprobs: int | None
     prompt_logprobs: int | None
     truncate_prompt_tokens: int | None
+    cache_salt: str | None
+    session: str | None
     echo: bool
 
 
@@ -204,6 +208,17 @@ _REQUEST_ID: Field[str | None] = Field(
     "request_id", Name(128), None, "the request's id, where no X-Request-Id header gives one"
 )
 
+_CACHE_SALT: Field[str | None] = Field(
+    "cache_salt", Name(), None, "only requests of the same salt share cached prefixes"
+)
+_PROMPT_CACHE_KEY: Field[str | None] = Field(
+    "prompt_cache_key",
+    Name(),
+    None,
+    "names a session, whose prefix stays cached for --session-grace-s;"
+    " so does the header X-Session-ID",
+)
+
 OPTION_FIELDS = (
     MODEL,
     _MIN_TOKENS,
@@ -232,13 +247,13 @@ OPTION_FIELDS = (
     _PROMPT_LOGPROBS,
     _TRUNCATE,
     _REQUEST_ID,
+    _CACHE_SALT,
+    _PROMPT_CACHE_KEY,
     Field("user", Inert(Text()), None),
     Field("metadata", Inert(Mapped()), None),
     Field("store", Inert(Boolean()), None),
     Field("service_tier", Inert(Text()), None),
     Field("safety_identifier", Inert(Text()), None),
-    Field("prompt_cache_key", Inert(Name()), None),
-    Field("cache_salt", Inert(Name()), None),
     Field("spaces_between_special_tokens", Inert(Boolean()), None),
     Field("length_penalty", Neutral((1,)), None),
     Field("use_beam_search", Neutral((False,)), None),
@@ -315,5 +330,7 @@ def read_options(
         logprobs=logprobs,
         prompt_logprobs=values[_PROMPT_LOGPROBS],
         truncate_prompt_tokens=values[_TRUNCATE],
+        cache_salt=values[_CACHE_SALT],
+        session=values[_PROMPT_CACHE_KEY],
         echo=echo,
     )

@@ -53,6 +53,8 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "max_waiting_requests": 5,
         "max_waiting_tokens": 6,
         "prefill_stall_factor": 2.5,
+        "session_grace_s": 1.5,
+        "no_prefix_cache": True,
         "compile_cache": "",
         "drain_s": 0.5,
         "heartbeat_s": 0.0,

@@ -44,11 +44,14 @@ def test_a_request_that_never_ran_has_no_token_times() -> None:
 
 def test_load_gauges() -> None:
     metrics = Metrics()
-    metrics.set_load(num_running=3, num_waiting=2, num_pages_free=6, num_pages_used=2)
+    metrics.set_load(
+        num_running=3, num_waiting=2, num_pages_free=5, num_pages_used=2, num_pages_cached=1
+    )
     assert {
         "jaxserve_num_requests_running 3.0",
         "jaxserve_num_requests_waiting 2.0",
-        "jaxserve_kv_pages_free 6.0",
+        "jaxserve_kv_pages_free 5.0",
+        "jaxserve_kv_pages_cached 1.0",
         "jaxserve_kv_pages_used 2.0",
         "jaxserve_kv_cache_usage_perc 0.25",
     } <= lines(metrics)
