@@ -70,12 +70,18 @@ class Recorder:
     """
 
     calls: list[tuple[StepProgram, npt.NDArray[np.int32]]] = field(default_factory=list)
+    copies: list[npt.NDArray[np.int32]] = field(default_factory=list)
     pieces: list[npt.NDArray[np.int32]] = field(default_factory=list)
 
     def runner(self) -> ModelRunner:
         programs: dict[Program, Any] = {s: self._program(s) for s in step_programs(PLAN)}
         programs["write_table"] = self._write_table
+        programs["copy_pages"] = self._copy_pages
         return ModelRunner(NO_WEIGHTS, CONFIG, PLAN, programs)
+
+    def _copy_pages(self, cache: Any, pairs: Any) -> Any:
+        self.copies.append(pairs)
+        return cache
 
     def _write_table(self, state: Any, piece: Any) -> Any:
         self.pieces.append(piece)
@@ -262,3 +268,9 @@ def test_warm_up_runs_every_program_once_on_nothing() -> None:
             assert set(rows_nF[:, Column.SLOT].tolist()) == {PLAN.num_slots}
         else:
             assert set(staged[:, Column.SLOT].tolist()) == {PLAN.num_slots}
+
+
+def test_copies_are_staged_with_the_rest_copying_the_scratch_page() -> None:
+    recorder = Recorder()
+    recorder.runner().copy_pages([(3, 5), (1, 2)])
+    assert recorder.copies[-1].tolist() == [[3, 5], [1, 2], [0, 0], [0, 0]]

@@ -70,7 +70,7 @@ def test_a_scored_prompt_goes_by_chunks_of_the_smallest_bucket() -> None:
 def test_a_last_token_that_has_none_after_it_needs_no_scoring() -> None:
     engine = SteppedEngine()
     engine.submit("a", prompt(17), 1, num_prompt_logprobs=1)
-    engine.submit("b", prompt(3), 1)
+    engine.submit("b", prompt(3, 50), 1)
     engine.run_until_idle()
     # It shares its extend with the one that waited.
     assert lengths(engine) == [[8], [8], [1, 3]]
@@ -92,7 +92,7 @@ def test_a_scored_prompt_under_way_waits_for_those_before_it_only() -> None:
     engine = SteppedEngine(FakeRunner(max_model_len=128))
     engine.submit("long", prompt(60), 1)
     engine.submit("scored", prompt(20), 1, num_prompt_logprobs=0)
-    engine.submit("after", prompt(4), 1)
+    engine.submit("after", prompt(4, 70), 1)
     engine.run_until_idle()
     # The long one's last chunk leaves room in its extend, yet none that a scored prompt could use.
     assert lengths(engine) == [[32], [28], [8], [8], [4], [4]]
@@ -171,7 +171,7 @@ def test_a_request_preempted_after_its_scores_is_not_scored_again() -> None:
     # Nine pages: two sequences of 24 tokens want twelve.
     engine = SteppedEngine(FakeRunner(num_pages=10, page_size=4, max_model_len=36))
     engine.submit("a", prompt(8), 16)
-    request = engine.submit("b", prompt(8), 16, num_prompt_logprobs=0, num_logprobs=2, seed=1)
+    request = engine.submit("b", prompt(8, 50), 16, num_prompt_logprobs=0, num_logprobs=2, seed=1)
     engine.run_until_idle()
     assert engine.runner.calls.count("open_slot") == 3
     assert sum(bool(chunk.targets) for chunks in engine.runner.extended for chunk in chunks) == 1

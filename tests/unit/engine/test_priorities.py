@@ -62,10 +62,10 @@ def test_the_lowest_priority_gives_way_when_pages_run_out_however_early_it_came(
 def test_a_preempted_request_waits_behind_higher_and_before_its_equals() -> None:
     engine = SteppedEngine(FakeRunner(num_pages=10, num_slots=2, page_size=4, max_model_len=36))
     for name, priority in (("a", 0), ("b", 1)):
-        engine.submit(name, (1,) * 8, 16, priority=priority)
+        engine.submit(name, (ord(name),) * 8, 16, priority=priority)
     engine.step(3)
     for name, priority in (("c", 0), ("d", 1)):
-        engine.submit(name, (1,) * 8, 16, priority=priority)
+        engine.submit(name, (ord(name),) * 8, 16, priority=priority)
     engine.run_until_idle()
     assert engine.runner.calls.count("open_slot") > 4
     assert ends(engine) == ["a", "c", "b", "d"]

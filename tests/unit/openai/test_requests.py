@@ -89,7 +89,7 @@ def test_completion_ignores_null(name: str) -> None:
         {"tool_choice": "none", "functions": [], "function_call": "auto"},
         {"response_format": {"type": "text"}, "modalities": ["text"], "n": 1},
         {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
-        {"safety_identifier": "s", "prompt_cache_key": "k", "cache_salt": "s"},
+        {"safety_identifier": "s"},
         {"skip_special_tokens": True, "min_tokens": 0, "stop_token_ids": [], "bad_words": []},
         {"stop": [], "stream": False, "echo": False, "priority": 0, "chat_template_kwargs": {}},
         {"add_generation_prompt": True, "continue_final_message": False},
