@@ -2,6 +2,8 @@
 
 ASCII bytes are ordinary tokens, the others byte-fallback ones: their text waits for the run's end.
 `Script.say("hi")` is three steps: "h", "i", the end id. So every answer can be worked out by hand.
+
+Where a request asks for log-probabilities, each token, of answer or prompt, has those of `score`.
 """
 
 import asyncio
@@ -18,14 +20,17 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import (
+    MAX_LOGPROBS,
     EndedBy,
     FinishReason,
     GenerationRequest,
     OutputEvent,
+    PromptOutput,
     RequestFailed,
     RequestFinished,
     RequestStats,
     SamplingDefaults,
+    TokenLogprobs,
     TokenOutput,
 )
 
@@ -39,7 +44,7 @@ _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]"
     "{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}"
-    "{% endfor %}[model]"
+    "{% endfor %}{% if add_generation_prompt %}[model]{% endif %}"
 )
 
 
@@ -47,6 +52,23 @@ def ids(text: str | bytes) -> tuple[int, ...]:
     """The token ids of a text, without BOS."""
     data = text.encode() if isinstance(text, str) else text
     return tuple(_FIRST_BYTE + byte for byte in data)
+
+
+# The likeliest first: bytes and control tokens too, since they are spelled in ways of their own.
+LIKELIEST = (*ids("ab"), _FIRST_BYTE + 0xC3, EOS, *ids("cdefghijklmnopqr"))
+
+
+def score(token_id: int, num_top: int = MAX_LOGPROBS) -> TokenLogprobs:
+    """Say how likely an id is, everywhere: the r-th likeliest has -r, another one -100 - id."""
+    ranks = {likely: rank for rank, likely in enumerate(LIKELIEST, start=1)}
+    top = LIKELIEST[:num_top]
+    return TokenLogprobs(
+        token_id,
+        float(-ranks.get(token_id, 100 + token_id)),
+        ranks.get(token_id, 100 + token_id),
+        top,
+        tuple(float(-ranks[likely]) for likely in top),
+    )
 
 
 def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
@@ -122,12 +144,14 @@ class Script:
         steps: the ids of each step.
         end: how it ends after them; None: not before it is aborted.
         delay_s: time before each event.
+        scores_per_event: how many of the prompt's tokens one event scores, where that is asked for.
     """
 
     steps: tuple[tuple[int, ...], ...] = ()
     end: FinishReason | Exception | None = "stop"
     cached_tokens: int = 0
     delay_s: float = 0.0
+    scores_per_event: int = 2
 
     @classmethod
     def say(cls, text: str, *, ids_per_step: int = 1, cached_tokens: int = 0) -> Self:
@@ -145,6 +169,9 @@ class FakeStream:
         self._request = request
         self._script = script
         self._steps = deque(script.steps)
+        scored = () if request.sampling.num_prompt_logprobs is None else request.prompt_ids[1:]
+        size = script.scores_per_event
+        self._prompt = deque(scored[i : i + size] for i in range(0, len(scored), size))
         self._num_output_tokens = 0
         self._is_over = False
         self._aborted = asyncio.Event()
@@ -157,10 +184,15 @@ class FakeStream:
         if self._is_over:
             raise StopAsyncIteration
         await asyncio.sleep(self._script.delay_s)
+        sampling = self._request.sampling
+        if self._prompt and not self._aborted.is_set():
+            scores = _scores(self._prompt.popleft(), sampling.num_prompt_logprobs)
+            return PromptOutput(self._request.request_id, scores)
         if self._steps and not self._aborted.is_set():
             step = self._steps.popleft()
             self._num_output_tokens += len(step)
-            return TokenOutput(self._request.request_id, step)
+            scores = _scores(step, sampling.num_logprobs)
+            return TokenOutput(self._request.request_id, step, scores)
         end = self._script.end
         if end is None:
             await self._aborted.wait()
@@ -190,6 +222,10 @@ class FakeStream:
             total_s=0.003,
         )
         return RequestFinished(self._request.request_id, reason, stats)
+
+
+def _scores(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+    return () if num_top is None else tuple(score(token_id, num_top) for token_id in token_ids)
 
 
 class FakeEngine:

@@ -81,16 +81,19 @@ class ChoiceText:
         for count, token_id in enumerate(token_ids, start=1):
             self.num_tokens += 1
             self._last_id = token_id
+            is_text = token_id not in self._end_ids or self._includes_stop
+            text = self._detokenizer.push((token_id,)) if is_text else ""
             if logprobs:
+                # An id may make final, before its own text, that of the bytes in front of it.
+                before = len(text) - self._detokenizer.length(token_id) if text else 0
                 scored = ScoredToken(
-                    token_id=token_id, offset=self._offset, scored=logprobs[count - 1]
+                    token_id=token_id, offset=self._offset + before, scored=logprobs[count - 1]
                 )
                 delta.tokens.append(scored)
-            if token_id not in self._end_ids or self._includes_stop:
-                texts.append(self._take(self._detokenizer.push((token_id,))))
-                if self.is_stopped:
-                    token_ids = token_ids[:count]
-                    break
+            texts.append(self._take(text))
+            if self.is_stopped:
+                token_ids = token_ids[:count]
+                break
         delta.text, delta.token_ids = "".join(texts), tuple(token_ids)
         return delta
 

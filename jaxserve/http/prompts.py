@@ -113,9 +113,11 @@ def completion_echo(prompt: EncodedPrompt, model: ServedModel) -> Echo:
     has_added_bos = not text.startswith(str(tokenizer.piece(tokenizer.bos_id)))
     offsets, offset = [], 0
     for i, token_id in enumerate(prompt.token_ids):
-        offsets.append(offset)
-        if not (i == 0 and token_id == tokenizer.bos_id and has_added_bos):
-            offset += len(detokenizer.push((token_id,)))
+        is_text = not (i == 0 and token_id == tokenizer.bos_id and has_added_bos)
+        length = len(detokenizer.push((token_id,))) if is_text else 0
+        # An id may make final, before its own text, that of the bytes in front of it.
+        offsets.append(offset + length - (detokenizer.length(token_id) if length else 0))
+        offset += length
     return Echo(text, tuple(offsets))
 
 

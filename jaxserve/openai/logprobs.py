@@ -24,7 +24,7 @@ class ScoredToken:
     """A token of an answer or an echoed prompt.
 
     Attributes:
-        offset: where its text begins in the choice's.
+        offset: where its text begins in the choice's; a byte's is where its run of bytes does.
         scored: None for a prompt's first token, which follows nothing.
     """
 

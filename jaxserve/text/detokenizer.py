@@ -36,6 +36,11 @@ class Detokenizer:
                 text.append(piece)
         return "".join(text)
 
+    def length(self, token_id: int) -> int:
+        """Return how many characters an id alone is: none for a byte, or what is hidden."""
+        piece = "" if token_id in self._hidden else self._pieces.get(token_id, "")
+        return 0 if isinstance(piece, int) else len(piece)
+
     def finish(self) -> str:
         """Return what is held back; the sequence, or a run of bytes, is at its end."""
         run = bytes(self._byte_run)
