@@ -27,9 +27,10 @@ class ChoiceText:
     """Detokenizes one sequence and ends it at its first stop string.
 
     An id that ends the sequence is no text, nor is a stop string, unless the options include what
-    ended it. Stop strings are looked for behind the first min_tokens tokens.
+    ended it. No stop string ends within the first min_tokens tokens.
 
     Attributes:
+        is_muted: the echo is all of it; the one token that the engine must generate is nobody's.
         num_tokens: ids taken, up to the one that completed a stop string.
         prompt: the prompt's log-probabilities, as far as they have come.
     """
@@ -50,10 +51,10 @@ class ChoiceText:
         self._stops = StopStrings(stop)
         self._includes_stop = options.include_stop
         self._end_ids = sampling.stop_token_ids
-        self._own_end_ids = frozenset(options.stop_token_ids) - model.end_token_ids
+        own = frozenset(options.stop_token_ids)
+        self._own_end_ids = own if options.ignore_eos else own - model.end_token_ids
         self._min_tokens = options.min_tokens
-        # An echo alone: the one token that the engine must generate is nobody's.
-        self._is_muted = options.max_tokens == 0
+        self.is_muted = options.max_tokens == 0
         self._offset = offset
         self._last_id: int | None = None
         self.num_tokens = 0
@@ -74,7 +75,7 @@ class ChoiceText:
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
         """Take a step's ids; ids after the one that completes a stop string do not count."""
         delta = TextDelta()
-        if self._is_muted:
+        if self.is_muted:
             return delta
         texts = []
         # One id at a time, because which id completed the stop string counts.
@@ -107,9 +108,7 @@ class ChoiceText:
     def _take(self, text: str) -> str:
         """Return what a piece of text releases."""
         self._offset += len(text)
-        if self.num_tokens <= self._min_tokens:
-            return text
-        released = self._stops.push(text)
+        released = self._stops.push(text, may_end=self.num_tokens > self._min_tokens)
         if self._stops.hit is not None and self._includes_stop:
             released += self._stops.hit
         return released

@@ -139,7 +139,7 @@ class Generation:
                 "The server stopped before this answer was complete.", retry_after_s=5
             )
         else:
-            reason = event.reason
+            reason = "length" if choice.is_muted else event.reason
         self._reasons[index] = reason
         return Ending(index, text, reason, choice.stop_reason)
 

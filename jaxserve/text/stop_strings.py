@@ -1,9 +1,9 @@
 """Find the first stop string in a text that arrives in parts, holding back what may belong to one.
 
 Generation ends at the first character with which any stop string is complete; of several that end
-there, the longest counts. So the result does not depend on how the text is cut into parts. An
-automaton over all stop strings (Aho and Corasick's) reads each character once; the sequences of a
-request share it.
+there, the longest counts. So the result does not depend on how the text is cut into parts; only may
+a part be one in which none may end. An automaton over all stop strings (Aho and Corasick's) reads
+each character once; the sequences of a request share it.
 """
 
 from collections import deque
@@ -43,6 +43,12 @@ class StopAutomaton:
         while state and character not in self._children[state]:
             state = self._fallbacks[state]
         return self._children[state].get(character, 0)
+
+    def open_state(self, state: int) -> int:
+        """Return the longest end of a state that is not yet all of the stop strings it begins."""
+        while state and not self._children[state]:
+            state = self._fallbacks[state]
+        return state
 
     def _insert(self, stop: str) -> None:
         state = 0
@@ -84,8 +90,11 @@ class StopStrings:
         self._state = 0
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """Return what the arrival of `text` releases; after a hit, nothing any more."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Return what the arrival of `text` releases; after a hit, nothing any more.
+
+        Where not `may_end`, no stop string ends in `text`, though one may begin there.
+        """
         automaton = self._automaton
         if automaton.is_empty:
             return text
@@ -94,6 +103,10 @@ class StopStrings:
         seen = self._held + text
         for end, character in enumerate(text, len(self._held) + 1):
             self._state = automaton.step(self._state, character)
+            if not may_end:
+                # What is complete here is none, and not to be held back.
+                self._state = automaton.open_state(self._state)
+                continue
             self.hit = automaton.matches[self._state]
             if self.hit is not None:
                 self._held = ""

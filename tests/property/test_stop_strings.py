@@ -11,8 +11,9 @@ from jaxserve.text.stop_strings import StopAutomaton, StopStrings
 WORDS = st.text("ab", min_size=1, max_size=5)
 
 
-def naive(stops: list[str], text: str) -> tuple[str, str | None]:
-    for end in range(len(text) + 1):
+def naive(stops: list[str], text: str, start: int) -> tuple[str, str | None]:
+    """Search behind `start`: no stop string ends before."""
+    for end in range(start + 1, len(text) + 1):
         for stop in sorted(stops, key=len, reverse=True):
             if text[:end].endswith(stop):
                 return text[: end - len(stop)], stop
@@ -23,15 +24,20 @@ def naive(stops: list[str], text: str) -> tuple[str, str | None]:
     st.lists(WORDS, max_size=4),
     st.text("abc", max_size=30),
     st.lists(st.integers(0, 30), max_size=8),
+    st.integers(0, 4),
 )
-def test_any_split_equals_searching_the_whole(stops: list[str], text: str, cuts: list[int]) -> None:
+def test_any_split_equals_searching_the_whole(
+    stops: list[str], text: str, cuts: list[int], num_safe: int
+) -> None:
     stop_strings = StopStrings(StopAutomaton(stops))
-    released = ""
-    for start, end in pairwise([0, *sorted(cuts), len(text)]):
-        released += stop_strings.push(text[start:end])
+    released, safe = "", 0
+    for i, (start, end) in enumerate(pairwise([0, *sorted(cuts), len(text)])):
+        if i < num_safe:
+            safe = len(text[:end])
+        released += stop_strings.push(text[start:end], may_end=i >= num_safe)
         # No more is held back than could become a stop string.
         if stop_strings.hit is None:
             held = text[:end][len(released) :]
-            assert not held or any(stop.startswith(held) for stop in stops)
+            assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     released += stop_strings.finish()
-    assert (released, stop_strings.hit) == naive(stops, text)
+    assert (released, stop_strings.hit) == naive(stops, text, safe)
