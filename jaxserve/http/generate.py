@@ -13,16 +13,13 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Engine, Generation
 from jaxserve.http.prompts import Echo, EncodedPrompt
-from jaxserve.http.sequences import plan_sequences
+from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer
 from jaxserve.text.stop_strings import StopAutomaton
-
-# OpenAI's default; a chat's is what is left of the context.
-_COMPLETION_MAX_TOKENS = 16
 
 
 async def generate(
@@ -46,7 +43,7 @@ async def generate(
         model,
         request_id=request_id,
         param="messages" if is_chat else "prompt",
-        default_max_tokens=None if is_chat else _COMPLETION_MAX_TOKENS,
+        default_max_tokens=None if is_chat else COMPLETION_MAX_TOKENS,
         tells_echo=options.echo and not is_chat,
         session=options.session or http.headers.get("x-session-id"),
         max_sequences=config.max_sequences,

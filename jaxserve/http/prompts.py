@@ -103,13 +103,19 @@ async def encode(text: str, model: ServedModel, *, add_special_tokens: bool) -> 
     )
 
 
-def completion_echo(prompt: EncodedPrompt, model: ServedModel) -> Echo:
-    """Return a whole prompt as an echo: as it was sent, or what its ids stand for."""
+def completion_echo(
+    prompt: EncodedPrompt, model: ServedModel, *, skip_special_tokens: bool
+) -> Echo:
+    """Return a whole prompt as an echo: as it was sent, or what its ids stand for.
+
+    Control tokens that were sent as text stay.
+    """
     tokenizer = model.tokenizer
+    skip_special_tokens = skip_special_tokens and prompt.text is None
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
     text = prompt.text
     if text is None:
-        text = decode(prompt.token_ids, model, skip_special_tokens=True)
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=prompt.text is None)
+        text = decode(prompt.token_ids, model, skip_special_tokens=skip_special_tokens)
     has_added_bos = not text.startswith(str(tokenizer.piece(tokenizer.bos_id)))
     offsets, offset = [], 0
     for i, token_id in enumerate(prompt.token_ids):

@@ -24,7 +24,7 @@ from jaxserve.http.prompts import (
     decode,
     encode,
 )
-from jaxserve.http.sequences import prompt_limit
+from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, prompt_limit
 from jaxserve.http.served_model import ServedModel
 from jaxserve.metrics import Metrics
 from jaxserve.openai.messages import Conversation
@@ -100,7 +100,7 @@ class Endpoints:
             request.prompts,
             model,
             add_special_tokens=request.add_special_tokens,
-            keep=prompt_limit(options, model),
+            keep=prompt_limit(options, model, default_max_tokens=COMPLETION_MAX_TOKENS),
         )
         return await generate(
             http,
@@ -109,7 +109,12 @@ class Endpoints:
             self._config,
             kind=CompletionAnswer,
             prompts=prompts,
-            echoes=[completion_echo(p, model) if options.echo else Echo() for p in prompts],
+            echoes=[
+                completion_echo(prompt, model, skip_special_tokens=options.skip_special_tokens)
+                if options.echo
+                else Echo()
+                for prompt in prompts
+            ],
             options=options,
         )
 
@@ -193,7 +198,7 @@ class Endpoints:
     async def _chat_prompt(
         self, request: ChatCompletionRequest, model: ServedModel
     ) -> EncodedPrompt:
-        keep = prompt_limit(request.options, model)
+        keep = prompt_limit(request.options, model, default_max_tokens=None)
         return await self._render(request.conversation, model, keep=keep)
 
     async def _render(

@@ -12,6 +12,9 @@ from jaxserve.types import MAX_BAD_WORD_TOKENS, GenerationRequest, SamplingParam
 
 T = TypeVar("T")
 
+# OpenAI's default; a chat's is what is left of the context.
+COMPLETION_MAX_TOKENS = 16
+
 _MASK = (1 << 64) - 1
 
 
@@ -38,14 +41,17 @@ def plan_sequences(
             f"{len(prompts)} prompts times n={options.n} exceed {max_sequences} sequences.",
             param="n" if options.n > 1 else param,
         )
-    _check_options(options, model)
+    bad_words = _bad_words(options, model)
+    _check_options(options, bad_words, model)
     # Clients may send the same request id twice at once; the engine's must differ.
     unique_id = f"{request_id}.{secrets.token_hex(4)}"
     return [
         GenerationRequest(
             request_id=f"{unique_id}.{p * options.n + i}",
             prompt_ids=prompt,
-            sampling=_sampling(prompt, i, options, model, param, default_max_tokens, tells_echo),
+            sampling=_sampling(
+                prompt, i, options, bad_words, model, param, default_max_tokens, tells_echo
+            ),
             priority=options.priority,
             cache_salt=options.cache_salt,
             session=session,
@@ -55,11 +61,17 @@ def plan_sequences(
     ]
 
 
-def prompt_limit(options: GenerationOptions, model: ServedModel) -> int | None:
-    """Return how many of a prompt's last tokens count; None: all."""
+def prompt_limit(
+    options: GenerationOptions, model: ServedModel, *, default_max_tokens: int | None
+) -> int | None:
+    """Return how many of a prompt's last tokens count; None: all.
+
+    `default_max_tokens` is as in `plan_sequences`.
+    """
     if options.truncate_prompt_tokens != -1:
         return options.truncate_prompt_tokens
-    return max(model.max_model_len - max(options.max_tokens or 1, 1), 1)
+    budget = default_max_tokens if options.max_tokens is None else options.max_tokens
+    return max(model.max_model_len - max(budget or 0, options.min_tokens, 1), 1)
 
 
 def derive_seed(seed: int, sample: int) -> int:
@@ -79,6 +91,7 @@ def _sampling(
     prompt: tuple[int, ...],
     sample: int,
     options: GenerationOptions,
+    bad_words: tuple[tuple[int, ...], ...],
     model: ServedModel,
     param: str,
     default_max_tokens: int | None,
@@ -90,23 +103,28 @@ def _sampling(
         return default if wanted is None else wanted
 
     top_k = choose(options.top_k, defaults.top_k)
-    ends = frozenset() if options.ignore_eos else model.end_token_ids
     max_tokens = _budget(len(prompt), options.max_tokens, default_max_tokens, model, param)
+    if options.min_tokens > max_tokens:
+        raise InvalidRequestError(
+            f"min_tokens={options.min_tokens} exceeds the {max_tokens} tokens that this answer may"
+            " have; max_tokens can raise that as far as the context goes.",
+            param="min_tokens",
+        )
     told = [options.prompt_logprobs, options.logprobs if tells_echo else None]
     return SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=min(options.min_tokens, max_tokens),
+        min_tokens=options.min_tokens,
         seed=secrets.randbits(64) if options.seed is None else derive_seed(options.seed, sample),
         temperature=choose(options.temperature, defaults.temperature),
         top_k=top_k if top_k < model.vocab_size else 0,
         top_p=choose(options.top_p, defaults.top_p),
         min_p=choose(options.min_p, defaults.min_p),
-        stop_token_ids=ends.union(options.stop_token_ids),
+        stop_token_ids=_end_ids(options, model),
         logit_bias=options.logit_bias,
         allowed_token_ids=(
             None if options.allowed_token_ids is None else frozenset(options.allowed_token_ids)
         ),
-        bad_words=_bad_words(options, model),
+        bad_words=bad_words,
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
         repetition_penalty=choose(options.repetition_penalty, defaults.repetition_penalty),
@@ -115,21 +133,28 @@ def _sampling(
     )
 
 
-def _check_options(options: GenerationOptions, model: ServedModel) -> None:
+def _check_options(
+    options: GenerationOptions, bad_words: Sequence[tuple[int, ...]], model: ServedModel
+) -> None:
     """Refuse ids that the model does not know, and options that leave nothing to sample."""
     check_vocabulary([i for i, _ in options.logit_bias], model, param="logit_bias")
     check_vocabulary(options.stop_token_ids, model, param="stop_token_ids")
     if options.allowed_token_ids is None:
         return
     check_vocabulary(options.allowed_token_ids, model, param="allowed_token_ids")
-    banned = {ids[0] for ids in _bad_words(options, model) if len(ids) == 1}
+    banned = {ids[0] for ids in bad_words if len(ids) == 1}
     if options.min_tokens:
-        banned |= model.end_token_ids.union(options.stop_token_ids)
+        banned |= _end_ids(options, model)
     if banned.issuperset(options.allowed_token_ids):
         raise InvalidRequestError(
             "bad_words and min_tokens ban every one of allowed_token_ids.",
             param="allowed_token_ids",
         )
+
+
+def _end_ids(options: GenerationOptions, model: ServedModel) -> frozenset[int]:
+    ends = frozenset() if options.ignore_eos else model.end_token_ids
+    return ends.union(options.stop_token_ids)
 
 
 def _bad_words(options: GenerationOptions, model: ServedModel) -> tuple[tuple[int, ...], ...]:

@@ -202,7 +202,7 @@ _TRUNCATE: Field[int | None] = Field(
     "truncate_prompt_tokens",
     Integer(-1, LARGEST_BUDGET),
     None,
-    "take only the last so many tokens of a prompt; -1: as many as the context holds",
+    "take only the last so many tokens of a prompt; -1: what the context holds beside the answer",
 )
 _REQUEST_ID: Field[str | None] = Field(
     "request_id", Name(128), None, "the request's id, where no X-Request-Id header gives one"
