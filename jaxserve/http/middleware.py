@@ -5,7 +5,6 @@ Pure ASGI, since Starlette's BaseHTTPMiddleware hides disconnects from the endpo
 
 import asyncio
 import logging
-import re
 import uuid
 
 from starlette.requests import ClientDisconnect
@@ -16,10 +15,10 @@ from jaxserve import logs
 from jaxserve.errors import ApiError, EngineError, UnavailableError
 from jaxserve.http.errors import INTERNAL_ERROR_MESSAGE, error_response
 from jaxserve.metrics import Metrics
+from jaxserve.openai.fields import is_request_id
 
 logger = logging.getLogger(__name__)
 
-_VALID_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 # What nginx logs for a client that closed before its answer: there is nobody to send it to.
 _CLIENT_GONE = 499
 
@@ -51,7 +50,7 @@ class RequestMiddleware:
             if status == _CLIENT_GONE:
                 await error_response(error)(scope, receive, send_with_id)
 
-        token = logs.request_id.set(_request_id(scope))
+        token = logs.request_id.set(header_request_id(scope) or uuid.uuid4().hex)
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
@@ -67,11 +66,12 @@ class RequestMiddleware:
             self._metrics.observe_http(_endpoint(scope), status)
 
 
-def _request_id(scope: Scope) -> str:
+def header_request_id(scope: Scope) -> str | None:
+    """Return the id that the client gave in a header, if it can be one."""
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and _VALID_ID.fullmatch(value):
-            return str(value.decode("ascii"))
-    return uuid.uuid4().hex
+        if name == b"x-request-id" and is_request_id(text := value.decode("latin-1")):
+            return str(text)
+    return None
 
 
 def _endpoint(scope: Scope) -> str:

@@ -13,6 +13,7 @@ from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
+from jaxserve.http.middleware import header_request_id
 from jaxserve.http.prompts import (
     Echo,
     EncodedPrompt,
@@ -228,10 +229,10 @@ class Endpoints:
 def _accept(
     name: str | None, request_id: str | None, http: HttpRequest, model: ServedModel
 ) -> None:
-    """Check the model's name, and take the body's request id where no header gives one."""
-    _check_model_name(name, model)
-    if request_id is not None and "x-request-id" not in http.headers:
+    """Take the body's request id where no header gives one, and check the model's name."""
+    if request_id is not None and header_request_id(http.scope) is None:
         logs.request_id.set(request_id)
+    _check_model_name(name, model)
 
 
 def _check_model_name(name: str | None, model: ServedModel) -> None:

@@ -28,8 +28,11 @@ Schema = dict[str, object]
 MAX_DEPTH = 64
 """Levels of a free object: what walks it later, a template for one, recurses."""
 
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
+_TOKEN_ID = re.compile(r"(?:0|[1-9][0-9]{0,8})")
 _MAX_TOKEN_ID = 999_999_999
+
+MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}")
 
 _ESCAPE = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
@@ -176,6 +179,31 @@ class Name:
 
     def schema(self) -> Schema:
         return Text(1, self.max_length).schema()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestId:
+    """What a header and a line of a log can hold: 1 to 128 visible ASCII characters."""
+
+    def __call__(self, value: object, path: str) -> str:
+        request_id = Name(MAX_REQUEST_ID_CHARS)(value, path)
+        if not is_request_id(request_id):
+            raise InvalidRequestError(
+                f"{path} must hold visible ASCII characters only, and no space.", param=path
+            )
+        return request_id
+
+    def schema(self) -> Schema:
+        return {
+            "type": "string",
+            "pattern": f"^{_REQUEST_ID.pattern}$",
+            "maxLength": MAX_REQUEST_ID_CHARS,
+        }
+
+
+def is_request_id(text: str) -> bool:
+    """Tell whether a text may stand as a request's id in a header and in the log."""
+    return _REQUEST_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from jaxserve.openai.fields import (
     Number,
     Object,
     OneOrMany,
+    RequestId,
     Text,
     TokenBiases,
     TokenIds,
@@ -205,7 +206,7 @@ _TRUNCATE: Field[int | None] = Field(
     "take only the last so many tokens of a prompt; -1: what the context holds beside the answer",
 )
 _REQUEST_ID: Field[str | None] = Field(
-    "request_id", Name(128), None, "the request's id, where no X-Request-Id header gives one"
+    "request_id", RequestId(), None, "the request's id, where no X-Request-Id header gives one"
 )
 
 _CACHE_SALT: Field[str | None] = Field(
