@@ -39,8 +39,9 @@ def build_app(
 
 def _middleware(config: HttpConfig, metrics: Metrics) -> list[Middleware]:
     """List what wraps the routes, the outermost first."""
-    layers = [Middleware(RequestMiddleware, metrics=metrics)]
+    layers = []
     if config.cors_origins:
+        # Outside of what answers a bug: a page is to read that answer too.
         layers.append(
             Middleware(
                 CORSMiddleware,
@@ -50,6 +51,8 @@ def _middleware(config: HttpConfig, metrics: Metrics) -> list[Middleware]:
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
+    layers.append(Middleware(RequestMiddleware, metrics=metrics))
     if config.api_keys:
-        layers.append(Middleware(AuthMiddleware, api_keys=config.api_keys))
+        # The whole configuration, because it does not show the keys where this is printed.
+        layers.append(Middleware(AuthMiddleware, config=config))
     return layers

@@ -4,11 +4,11 @@ Pure ASGI, in front of the routes: what is not listed here is closed, routes to 
 """
 
 import hmac
-from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxserve.errors import AuthenticationError
+from jaxserve.http.config import HttpConfig
 from jaxserve.http.errors import error_response
 
 # What load balancers and orchestrators ask; neither tells anything of the model or its users.
@@ -18,9 +18,9 @@ _OPEN_PATHS = frozenset({"/health", "/live"})
 class AuthMiddleware:
     """Lets requests in that bring a key as `Authorization: Bearer KEY`."""
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._app = app
-        self._keys = [key.encode() for key in api_keys]
+        self._keys = [key.encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 401."""

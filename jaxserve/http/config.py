@@ -1,6 +1,6 @@
 """Limits of the HTTP layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,5 +21,5 @@ class HttpConfig:
     max_sequences: int = 128
     heartbeat_s: float = 15.0
     trust_request_chat_template: bool = False
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()

@@ -73,9 +73,10 @@ def open_connection(
     method: str,
     path: str,
     body: bytes = b"",
-    headers: dict[str, str] | None = None,
+    headers: dict[str, str] | list[tuple[str, str]] | None = None,
 ) -> Connection:
     """Start an exchange and return while it runs."""
+    pairs = headers.items() if isinstance(headers, dict) else headers or ()
     incoming: asyncio.Queue[Message] = asyncio.Queue()
     incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
     scope = {
@@ -88,7 +89,7 @@ def open_connection(
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(k.encode(), v.encode()) for k, v in (headers or {}).items()],
+        "headers": [(name.encode(), value.encode()) for name, value in pairs],
         "server": ("testserver", 80),
         "client": ("testclient", 1),
     }

@@ -27,7 +27,9 @@ async def ask(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "request_", "prefix"), [(CHAT, HI, "chatcmpl"), (COMPLETIONS, PROMPT, "cmpl")])
+@pytest.mark.parametrize(
+    ("path", "request_", "prefix"), [(CHAT, HI, "chatcmpl"), (COMPLETIONS, PROMPT, "cmpl")]
+)
 async def test_the_bodys_id_is_told(
     serve: Serve, path: str, request_: dict[str, object], prefix: str, stream: bool
 ) -> None:
@@ -40,9 +42,7 @@ async def test_the_bodys_id_is_told(
 @pytest.mark.parametrize(
     ("header", "expected"), [("theirs", "theirs"), ("not one", "mine"), ("", "mine")]
 )
-async def test_a_good_header_goes_before_the_body(
-    serve: Serve, header: str, expected: str
-) -> None:
+async def test_a_good_header_goes_before_the_body(serve: Serve, header: str, expected: str) -> None:
     reply = await ask(serve, COMPLETIONS, {**PROMPT, "request_id": "mine"}, header)
     assert reply.headers["x-request-id"] == expected
 
@@ -52,7 +52,9 @@ async def test_a_refusal_carries_the_bodys_id(serve: Serve) -> None:
     assert (reply.status, reply.headers["x-request-id"]) == (404, "mine")
 
 
-@pytest.mark.parametrize("bad", ["", "a b", "é", "x" * 129, "a\nb", "a\r\nset-cookie: x", "\x7f", 5])
+@pytest.mark.parametrize(
+    "bad", ["", "a b", "é", "x" * 129, "a\nb", "a\r\nset-cookie: x", "\x7f", 5]
+)
 async def test_what_no_header_could_hold_is_refused(serve: Serve, bad: object) -> None:
     reply = await ask(serve, COMPLETIONS, {**PROMPT, "request_id": bad})
     assert (reply.status, reply.error["param"]) == (400, "request_id")
