@@ -29,7 +29,8 @@ _RENDER_ERRORS = (
     LookupError,
     AttributeError,
     ArithmeticError,
-    RecursionError,
+    RuntimeError,
+    SyntaxError,  # from Python, which a template is translated to: loops nested too deeply
 )
 
 
@@ -106,9 +107,12 @@ class ChatTemplate:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
             )
+            # A template may spell half of a surrogate pair, which no tokenizer takes.
+            text.encode()
         except _RENDER_ERRORS as error:
             raise InvalidRequestError(
-                f"the chat template refused the messages: {error}", param="messages"
+                f"the chat template refused the messages: {error}",
+                param="messages" if source is None else "chat_template",
             ) from error
         if not mark:
             return text
@@ -118,7 +122,8 @@ class ChatTemplate:
                 "the chat template does not write the last message, which is to be continued",
                 param="continue_final_message",
             )
-        return before
+        # It may write the message more than once: a summary, or whether it is empty.
+        return before.replace(mark, "")
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
         template = self._templates.get("tool_use") if with_tools else None

@@ -138,3 +138,49 @@ def test_unreadable_template_is_refused_at_load(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe\xff")
     with pytest.raises(ModelLoadError, match=r"chat_template\.jinja"):
         ChatTemplate.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        r'{{ "\ud800" }}',
+        "{% for i in [1] %}" * 25 + "{% endfor %}" * 25,
+        "{{ " + "(" * 300 + "1" + ")" * 300 + " }}",
+        "{{ cycler().next() }}",
+        "{% include 'x' %}",
+        "{{ range(10**9) | list }}",
+        "{% if %}",
+        "{% endfor %}",
+    ],
+)
+def test_a_bad_template_of_the_requests_own_is_a_400_that_names_it(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        template("fine").render(USER, source=source)
+    assert caught.value.param == "chat_template"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{% for m in messages %}<{{ m.content | trim }}|end>\n{% endfor %}", "<b|end>\n<a "),
+        ("{{ messages[-1].content }}+{{ messages[-1].content }};", "a +a "),
+    ],
+)
+def test_the_final_message_stays_open(source: str, expected: str) -> None:
+    messages = [{"role": "user", "content": "b"}, {"role": "assistant", "content": "a "}]
+    rendered = template(source).render(
+        messages, add_generation_prompt=False, continue_final_message=True
+    )
+    assert rendered == expected
+    parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "a "}]
+    source = "{% for part in messages[-1].content %}{{ part.text }}/{% endfor %}"
+    messages = [{"role": "assistant", "content": parts}]  # type: ignore[dict-item]
+    rendered = template(source).render(messages, continue_final_message=True)
+    assert rendered == "x/a "
+
+
+@pytest.mark.parametrize("source", ["nothing", "{{ messages[-1].content | length }}"])
+def test_a_final_message_that_is_not_written_is_refused(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        template(source).render(USER, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
