@@ -103,28 +103,31 @@ async def encode(text: str, model: ServedModel, *, add_special_tokens: bool) -> 
     )
 
 
-def completion_echo(
+async def completion_echo(
     prompt: EncodedPrompt, model: ServedModel, *, skip_special_tokens: bool
 ) -> Echo:
     """Return a whole prompt as an echo: as it was sent, or what its ids stand for.
 
     Control tokens that were sent as text stay.
     """
-    tokenizer = model.tokenizer
-    skip_special_tokens = skip_special_tokens and prompt.text is None
-    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    text = prompt.text
+    tokenizer, text = model.tokenizer, prompt.text
+    skip_special_tokens = skip_special_tokens and text is None
     if text is None:
-        text = decode(prompt.token_ids, model, skip_special_tokens=skip_special_tokens)
+        text = await decode(prompt.token_ids, model, skip_special_tokens=skip_special_tokens)
     has_added_bos = not text.startswith(str(tokenizer.piece(tokenizer.bos_id)))
-    offsets, offset = [], 0
-    for i, token_id in enumerate(prompt.token_ids):
-        is_text = not (i == 0 and token_id == tokenizer.bos_id and has_added_bos)
-        length = len(detokenizer.push((token_id,))) if is_text else 0
-        # An id may make final, before its own text, that of the bytes in front of it.
-        offsets.append(offset + length - (detokenizer.length(token_id) if length else 0))
-        offset += length
-    return Echo(text, tuple(offsets))
+
+    def offsets() -> tuple[int, ...]:
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        found, offset = [], 0
+        for i, token_id in enumerate(prompt.token_ids):
+            is_text = not (i == 0 and token_id == tokenizer.bos_id and has_added_bos)
+            length = len(detokenizer.push((token_id,))) if is_text else 0
+            # An id may make final, before its own text, that of the bytes in front of it.
+            found.append(offset + length - (detokenizer.length(token_id) if length else 0))
+            offset += length
+        return tuple(found)
+
+    return Echo(text, await _run(offsets, len(prompt.token_ids)))
 
 
 def chat_echo(conversation: Conversation) -> Echo:
@@ -133,10 +136,14 @@ def chat_echo(conversation: Conversation) -> Echo:
     return Echo(last.text) if last.role == "assistant" else Echo()
 
 
-def decode(token_ids: Sequence[int], model: ServedModel, *, skip_special_tokens: bool) -> str:
+async def decode(token_ids: Sequence[int], model: ServedModel, *, skip_special_tokens: bool) -> str:
     """Return the text of ids."""
-    detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=skip_special_tokens)
-    return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def run() -> str:
+        detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    return await _run(run, len(token_ids))
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, *, param: str) -> None:

@@ -111,7 +111,9 @@ class Endpoints:
             kind=CompletionAnswer,
             prompts=prompts,
             echoes=[
-                completion_echo(prompt, model, skip_special_tokens=options.skip_special_tokens)
+                await completion_echo(
+                    prompt, model, skip_special_tokens=options.skip_special_tokens
+                )
                 if options.echo
                 else Echo()
                 for prompt in prompts
@@ -125,7 +127,10 @@ class Endpoints:
         request = parse_chat_completion(await self._body(http))
         _accept(request.options.model, request.options.request_id, http, model)
         prompt = await self._chat_prompt(request, model)
-        return _json({"prompt": prompt.text, "token_ids": prompt.token_ids})
+        text = prompt.text
+        if text is None:  # it was cut
+            text = await decode(prompt.token_ids, model, skip_special_tokens=False)
+        return _json({"prompt": text, "token_ids": prompt.token_ids})
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Tell the ids of a text, or of a conversation."""
@@ -136,13 +141,15 @@ class Endpoints:
             ids = await encode(request.source, model, add_special_tokens=request.add_special_tokens)
         else:
             ids = (await self._render(request.source, model)).token_ids
-        spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
+        spellings = None
+        if request.return_token_strs:
+            spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
         return _json(
             {
                 "count": len(ids),
                 "max_model_len": model.max_model_len,
                 "tokens": ids,
-                "token_strs": spellings if request.return_token_strs else None,
+                "token_strs": spellings,
             }
         )
 
@@ -152,7 +159,7 @@ class Endpoints:
         request = parse_detokenize(await self._body(http))
         _accept(request.model, None, http, model)
         check_vocabulary(request.tokens, model, param="tokens")
-        return _json({"prompt": decode(request.tokens, model, skip_special_tokens=False)})
+        return _json({"prompt": await decode(request.tokens, model, skip_special_tokens=False)})
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""
