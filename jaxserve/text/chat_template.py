@@ -122,7 +122,7 @@ class ChatTemplate:
                 "the chat template does not write the last message, which is to be continued",
                 param="continue_final_message",
             )
-        # It may write the message more than once: a summary, or whether it is empty.
+        # The template may write the message more than once.
         return before.replace(mark, "")
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
