@@ -456,7 +456,7 @@ def object_schema(fields: FieldTable) -> Schema:
         "type": "object",
         "properties": {
             field.name: {
-                **field.read.schema(),
+                **(field.read.schema() if field.required else _or_null(field.read.schema())),
                 **({"description": field.about} if field.about else {}),
             }
             for field in fields.values()
@@ -465,6 +465,14 @@ def object_schema(fields: FieldTable) -> Schema:
     }
     required = [field.name for field in fields.values() if field.required]
     return {**schema, "required": required} if required else schema
+
+
+def _or_null(schema: Schema) -> Schema:
+    """Return the schema of a field that null leaves out."""
+    enum = schema.get("enum")
+    if isinstance(enum, list) and None in enum:
+        return schema
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 def _wrong_type(path: str, wanted: str, value: object) -> InvalidRequestError:

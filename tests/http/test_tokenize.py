@@ -175,7 +175,7 @@ async def test_variables_are_nested_within_limits(serve: Serve) -> None:
     value: Any = 1
     for _ in range(63):
         value = [value]
-    fields = {"messages": TALK, "chat_template_kwargs": {"a": value}}
+    fields: dict[str, Any] = {"messages": TALK, "chat_template_kwargs": {"a": value}}
     assert (await ask(serve, RENDER, **fields)).status == 200
     fields["chat_template_kwargs"] = {"a": [value]}
     reply = await ask(serve, RENDER, **fields)
