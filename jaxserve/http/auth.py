@@ -20,7 +20,7 @@ class AuthMiddleware:
 
     def __init__(self, app: ASGIApp, config: HttpConfig) -> None:
         self._app = app
-        self._keys = [key.encode() for key in config.api_keys]
+        self._keys = [key.strip().encode() for key in config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 401."""

@@ -17,7 +17,8 @@ from tests.http.conftest import Serve
 from tests.http.driver import JSON, Connection, open_connection
 
 KEY, OTHER_KEY = "sk-first-é", "sk-second"
-CLOSED = HttpConfig(api_keys=(KEY, OTHER_KEY))
+# Blanks around a key, which no header keeps, do not count.
+CLOSED = HttpConfig(api_keys=(KEY, f" {OTHER_KEY}\n"))
 OPEN_PATHS = {"/health", "/live"}
 ORIGIN = "https://page.example"
 

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from jaxserve.errors import ApiError, EngineDeadError, OverloadedError, UnavailableError
 from jaxserve.http.config import HttpConfig
 from tests.fake_engine import FakeEngine
 from tests.http.conftest import Serve
@@ -195,3 +196,79 @@ async def test_bug_is_a_500_in_the_same_shape(
     assert "secret" not in reply.error["message"]
     assert "KeyError" in caplog.text
     assert (await post(app, CHAT, {"messages": [USER]})).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("error", "status", "retry_after"),
+    [
+        (OverloadedError("full", retry_after_s=3), 429, "3"),
+        (UnavailableError("draining", retry_after_s=5), 503, "5"),
+        (EngineDeadError("dead"), 503, None),
+    ],
+)
+async def test_a_refusal_of_the_engine_is_no_stream(
+    serve: Serve, path: str, stream: bool, error: ApiError, status: int, retry_after: str | None
+) -> None:
+    engine = FakeEngine()
+    engine.refusals.append(error)
+    request = {"messages": [USER]} if path == CHAT else {"prompt": "go"}
+    reply = await post(serve(engine), path, {**request, "stream": stream})
+    assert (reply.status, reply.headers.get("retry-after")) == (status, retry_after)
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.error["message"] == error.message
+    assert not engine.live
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    ("size", "max_tokens", "numbers"),
+    [(2000, None, ["2000", "1000"]), (900, 200, ["900", "200", "1100", "1000"])],
+)
+async def test_what_the_context_cannot_hold_is_told_in_numbers(
+    serve: Serve, path: str, size: int, max_tokens: int | None, numbers: list[str]
+) -> None:
+    around = len("<[user][model]") if path == CHAT else 1  # BOS is one token
+    text = "x" * (size - around)
+    request = {"messages": [{**USER, "content": text}]} if path == CHAT else {"prompt": text}
+    engine = FakeEngine()
+    reply = await post(serve(engine), path, {**request, "max_tokens": max_tokens})
+    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert reply.error["param"] == ("messages" if path == CHAT else "prompt")
+    assert [number for number in numbers if number not in reply.error["message"]] == []
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", COMPLETIONS, {"POST"}),
+        ("DELETE", "/v1/models", {"GET", "HEAD"}),
+        ("GET", "/tokenize", {"POST"}),
+        ("PUT", "/health", {"GET", "HEAD"}),
+        ("OPTIONS", CHAT, {"POST"}),
+    ],
+)
+async def test_other_methods_are_told_which_there_are(
+    serve: Serve, method: str, path: str, allow: set[str]
+) -> None:
+    reply = await open_connection(serve(FakeEngine()), method, path).finish()
+    assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
+    assert set(reply.headers["allow"].split(", ")) == allow
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", f"{CHAT}/render"])
+async def test_limits_of_a_body_are_the_same_everywhere(serve: Serve, path: str) -> None:
+    app = serve(FakeEngine(), HttpConfig(max_body_bytes=100))
+    cases = [
+        (b"{}", {}, 415),
+        (b"{}", {"content-type": "text/plain"}, 415),
+        (b" " * 101, JSON, 413),
+        (b"{", JSON, 400),
+        (b"[]", JSON, 400),
+    ]
+    for body, headers, status in cases:
+        reply = await open_connection(app, "POST", path, body, headers).finish()
+        assert reply.status == status
+        assert set(reply.error) == {"message", "type", "param", "code"}

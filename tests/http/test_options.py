@@ -181,7 +181,7 @@ async def test_ignored_ends_may_be_all_that_is_allowed(serve: Serve) -> None:
     request = await submitted(
         serve, COMPLETIONS, allowed_token_ids=[EOS], min_tokens=1, ignore_eos=True
     )
-    assert request.sampling.allowed_token_ids == {EOS}
+    assert request.sampling.allowed_token_ids == frozenset({EOS})
 
 
 async def test_bad_words_are_tokenized_once_for_all_sequences(

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionTokenLogprob
 from starlette.applications import Starlette
 
 from jaxserve.errors import EngineDeadError, OverloadedError
@@ -108,3 +109,44 @@ async def test_closed_socket_aborts(serve: Serve, stream: bool) -> None:
         await writer.wait_closed()
         await engine.until_aborted()
     assert not engine.live
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_read(serve: Serve, stream: bool) -> None:
+    async with client_of(serve(FakeEngine(Script.say("é")))) as client:
+        create = client.chat.completions.create
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+        tokens: list[ChatCompletionTokenLogprob] = []
+        if stream:
+            chunks = await create(
+                model=MODEL, messages=messages, logprobs=True, top_logprobs=2, stream=True
+            )
+            async for chunk in chunks:
+                if (logprobs := chunk.choices[0].logprobs) is not None:
+                    tokens += logprobs.content or []
+        else:
+            answer = await create(model=MODEL, messages=messages, logprobs=True, top_logprobs=2)
+            if (told := answer.choices[0].logprobs) is not None:
+                tokens += told.content or []
+    assert bytes(byte for token in tokens[:2] for byte in token.bytes or []).decode() == "é"
+    assert [top.token for top in tokens[0].top_logprobs] == ["a", "b"]
+
+
+async def test_echo_and_its_logprobs_are_read(serve: Serve) -> None:
+    async with client_of(serve(FakeEngine())) as client:
+        answer = await client.completions.create(
+            model=MODEL, prompt="hi", echo=True, max_tokens=0, logprobs=1
+        )
+    logprobs = answer.choices[0].logprobs
+    assert answer.choices[0].text == "hi"
+    assert logprobs is not None
+    assert logprobs.tokens == ["<bos>", "h", "i"]
+    assert logprobs.text_offset == [0, 0, 1]
+
+
+async def test_a_key_is_sent_as_it_is_wanted(serve: Serve) -> None:
+    async with client_of(serve(FakeEngine(), HttpConfig(api_keys=("none",)))) as client:
+        assert (await client.models.list()).data[0].id == MODEL
+        with pytest.raises(openai.AuthenticationError) as refused:
+            await client.with_options(api_key="other").models.list()
+        assert refused.value.code == "invalid_api_key"

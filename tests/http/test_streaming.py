@@ -206,3 +206,42 @@ async def test_every_event_is_one_line_of_json(serve: Serve) -> None:
     assert events.pop() == ""
     assert events.pop() == "data: [DONE]"
     assert all(json.loads(event.removeprefix("data: ")) for event in events)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_in_every_chunk_where_asked(serve: Serve, path: str) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    request = {**(HI if path == CHAT else PROMPT), "stream_options": options}
+    engine = FakeEngine(Script.say("abc", cached_tokens=2))
+    *chunks, last = (await post(serve(engine), path, request)).chunks
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    # The role comes with the first token, and the end id has no chunk of its own but the finish.
+    assert told == ([1, 1, 2, 3, 4] if path == CHAT else [1, 2, 3, 4])
+    assert {type(c["usage"]["prompt_tokens_details"]["cached_tokens"]) for c in chunks} == {int}
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 4
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+async def test_no_usage_unasked(serve: Serve, options: dict[str, bool] | None) -> None:
+    reply = await post(serve(FakeEngine()), COMPLETIONS, {**PROMPT, "stream_options": options})
+    assert b"usage" not in reply.body
+
+
+async def test_no_usage_behind_a_fault(serve: Serve) -> None:
+    engine = FakeEngine(Script(steps=(ids("a"),), end="abort"))
+    request = {**PROMPT, "stream_options": {"include_usage": True}}
+    reply = await post(serve(engine), COMPLETIONS, request)
+    assert reply.chunks[-1]["error"]["code"] == "unavailable"
+    assert b"usage" not in reply.body
+    assert b"[DONE]" not in reply.body
+
+
+async def test_every_event_ends_in_one_empty_line_and_has_no_id(serve: Serve) -> None:
+    reply = await post(serve(FakeEngine(Script.say("a\r\nb"))), CHAT, {**HI, "n": 2})
+    assert b"\r" not in reply.body
+    events = reply.body.split(b"\n\n")
+    assert events[-2:] == [b"data: [DONE]", b""]
+    assert all(event.startswith(b"data: ") for event in events[:-1])
+    assert {b.count(b"data: ") for b in events[:-1]} == {1}
