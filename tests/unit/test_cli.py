@@ -138,3 +138,36 @@ def test_without_xdg_the_cache_is_in_the_home_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
 
     assert cli.cache_dir() == tmp_path / ".cache/jaxserve"
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "keys"),
+    [
+        ([], None, ()),
+        ([], "", ()),
+        ([], " one, ,two ", ("one", "two")),
+        (["--api-key", "a", "--api-key=b"], None, ("a", "b")),
+        (["--api-key", "a"], "one", ("a", "one")),
+    ],
+)
+def test_keys_come_from_flags_and_the_environment(
+    serve: FakeServe,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[str],
+    variable: str | None,
+    keys: tuple[str, ...],
+) -> None:
+    monkeypatch.delenv(cli.API_KEY_VARIABLE, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(cli.API_KEY_VARIABLE, variable)
+    cli.main(["serve", *flags])
+    assert serve.configs[0].api_key == keys
+
+
+@pytest.mark.parametrize("key", ["", " "])
+def test_an_empty_key_is_refused(
+    serve: FakeServe, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert cli.main(["serve", "--api-key", key]) == 2
+    assert "--api-key" in capsys.readouterr().err
+    assert serve.configs == []

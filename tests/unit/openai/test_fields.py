@@ -1,26 +1,39 @@
 import math
+from typing import Any
 
 import pytest
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
 from jaxserve.openai.fields import (
+    MAX_DEPTH,
     Boolean,
     Field,
     Inert,
     Integer,
     ListOf,
     Mapped,
+    Name,
     Neutral,
     Number,
     Object,
     OneOf,
     OneOrMany,
     Reader,
+    RequestId,
     Text,
+    TokenBiases,
+    TokenIds,
     decode_json,
     read_object,
     table,
 )
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
 
 
 @pytest.mark.parametrize(
@@ -42,6 +55,12 @@ from jaxserve.openai.fields import (
         (Neutral((0,)), -0.0, None),
         (Neutral(({"type": "text"},)), {"type": "text"}, None),
         (Inert(Text()), "x", None),
+        (Name(), "a/b", "a/b"),
+        (RequestId(), "a-1~!", "a-1~!"),
+        (TokenIds(), [], ()),
+        (TokenIds(1, 2), [0, 5], (0, 5)),
+        (TokenBiases(100, 2), {"10": 1, "9": -100}, ((9, -100.0), (10, 1.0))),
+        (Mapped(), {"a": nested(MAX_DEPTH - 1)}, {"a": nested(MAX_DEPTH - 1)}),
     ],
 )
 def test_accepted(reader: Reader[object], value: object, expected: object) -> None:
@@ -80,6 +99,27 @@ def test_accepted(reader: Reader[object], value: object, expected: object) -> No
         (Neutral((True,)), 1, "f"),
         (Neutral(), 0, "f"),
         (Inert(Text()), 5, "f"),
+        (Name(), "", "f"),
+        (Name(), "a\ufffd", "f"),
+        (Name(3), "abcd", "f"),
+        (RequestId(), "a b", "f"),
+        (RequestId(), "a\n", "f"),
+        (RequestId(), "\ufffd", "f"),
+        (RequestId(), "x" * 129, "f"),
+        (TokenIds(), (), "f"),
+        (TokenIds(), [1, True], "f[1]"),
+        (TokenIds(), [1, 1.0], "f[1]"),
+        (TokenIds(), [1, -1], "f[1]"),
+        (TokenIds(), [1, 10**9], "f[1]"),
+        (TokenIds(1), [], "f"),
+        (TokenIds(0, 1), [1, 1], "f"),
+        (TokenBiases(100, 2), [], "f"),
+        (TokenBiases(100, 2), {"1": 0, "2": 0, "3": 0}, "f"),
+        (TokenBiases(100, 2), {"1": 101}, "f.1"),
+        (TokenBiases(100, 2), {"01": 1}, "f"),
+        (TokenBiases(100, 2), {"1\n": 1}, "f"),
+        (TokenBiases(100, 2), {"\u0661": 1}, "f"),
+        (Mapped(), {"a": nested(MAX_DEPTH)}, "f"),
         (Object(table([Field("a", Text(), "")])), {"a": 1}, "f.a"),
         (Object(table([Field("a", Text(), "")])), {"b": 1}, "f.b"),
         (Object(table([Field("a", Text(), "", required=True)])), {}, "f.a"),
