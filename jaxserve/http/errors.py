@@ -6,17 +6,29 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from jaxserve.errors import ApiError, InvariantError, MethodNotAllowedError, NotFoundError
+from jaxserve.errors import (
+    ApiError,
+    InvalidRequestError,
+    InvariantError,
+    MethodNotAllowedError,
+    NotFoundError,
+)
 from jaxserve.openai.responses import error_body
 
 logger = logging.getLogger(__name__)
+
+# Their messages quote the request: no line of the log holds text of a prompt, or breaks for a path.
+_QUOTING = (InvalidRequestError, NotFoundError, MethodNotAllowedError)
 
 INTERNAL_ERROR_MESSAGE = "An internal error ended this request; the server's log has the details."
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> Response:
     """Write an error in OpenAI's shape, with Retry-After where it has one."""
-    logger.info("refused: %d %s: %s", error.status, error.code, error.message)
+    if isinstance(error, _QUOTING):
+        logger.info("refused: %d %s, param %.100r", error.status, error.code, error.param)
+    else:
+        logger.info("refused: %d %s: %s", error.status, error.code, error.message)
     headers = dict(headers or {})
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)

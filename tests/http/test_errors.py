@@ -1,4 +1,5 @@
 import json
+import logging
 
 import pytest
 
@@ -272,3 +273,36 @@ async def test_limits_of_a_body_are_the_same_everywhere(serve: Serve, path: str)
         reply = await open_connection(app, "POST", path, body, headers).finish()
         assert reply.status == status
         assert set(reply.error) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "told"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": "a", "suffix": "secret"},
+            "400 unsupported_parameter, param 'suffix'",
+        ),
+        (CHAT, {"messages": [{**USER, "reasoning": "secret"}]}, "param 'messages[0].reasoning'"),
+        (CHAT, {"messages": "secret"}, "400 invalid_type, param 'messages'"),
+        (COMPLETIONS, {"prompt": "a", "x\nINFO": 1}, r"param 'x\nINFO'"),
+        (COMPLETIONS, {"prompt": "a", "x" * 9999: 1}, "xxx"),
+        ("/a\nINFO secret", {}, "404 not_found, param None"),
+        ("/v1/models/secret", {}, "405 method_not_allowed, param None"),
+    ],
+)
+async def test_the_log_quotes_no_request(
+    serve: Serve,
+    caplog: pytest.LogCaptureFixture,
+    path: str,
+    request_: dict[str, object],
+    told: str,
+) -> None:
+    with caplog.at_level(logging.DEBUG, logger="jaxserve"):
+        reply = await post(serve(FakeEngine()), path, request_)
+    assert reply.status >= 400
+    [line] = caplog.messages
+    assert told in line
+    assert "secret" not in line
+    assert "\n" not in line
+    assert len(line) < 200
