@@ -82,6 +82,14 @@ async def test_priority_reaches_the_engine(serve: Serve, path: str) -> None:
 
 
 @both
+async def test_what_the_cache_shares_by_reaches_the_engine(serve: Serve, path: str) -> None:
+    request = await submitted(serve, path, cache_salt="s", prompt_cache_key="k")
+    assert (request.cache_salt, request.session) == ("s", "k")
+    request = await submitted(serve, path)
+    assert (request.cache_salt, request.session) == (None, None)
+
+
+@both
 async def test_what_changes_no_answer_is_accepted(serve: Serve, path: str) -> None:
     fields = {
         "user": "u",
@@ -89,8 +97,6 @@ async def test_what_changes_no_answer_is_accepted(serve: Serve, path: str) -> No
         "store": True,
         "service_tier": "flex",
         "safety_identifier": "s",
-        "prompt_cache_key": "k",
-        "cache_salt": "salt",
         "best_of" if path == COMPLETIONS else "prompt_cache_retention": (
             1 if path == COMPLETIONS else "24h"
         ),
