@@ -5,6 +5,8 @@
     host     host work of a step at 8 streams, on a tiny random model
     http     tokens/s through HTTP with 8 streaming clients, on the same tiny model
     stall    largest gap between tokens of 7 running streams while a long prompt is prefilled
+    agents   loops of 20 turns whose history grows from 500 to 8,000 tokens, with the prefix tree
+             and without
 
 Prompts are random ids, new in every round; answers are greedy, and end ids are ignored.
 """
@@ -52,12 +54,23 @@ from jaxserve.hub.resolve import resolve_model
 from jaxserve.metrics import Metrics
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import param_specs
-from jaxserve.types import GenerationRequest, RequestFailed, SamplingParams, TokenOutput
+from jaxserve.types import (
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParams,
+    TokenOutput,
+)
 
 SWITCH_INTERVAL_S = 0.0005  # the server's own
 EDGE_PASSES = 32  # left out at both ends of a round: not all its streams run there
 USUAL_TOKENS = 16  # of each running stream before the long prompt: their gaps are the usual ones
 STREAM_END = b"[DONE]\n\n"
+AGENT_TURNS = 20
+AGENT_SYSTEM_TOKENS = 500
+AGENT_ANSWER_TOKENS = 16
+AGENT_RESULT_TOKENS = 378  # so that the last turn's prompt has 8,000 tokens or a few less
+AGENT_KV_BYTES = 2 << 30
 TINY_SIZES = (8, 16, 512)  # streams, prompt and output tokens
 TINY_CONFIG = """{
 "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96,
@@ -76,6 +89,8 @@ class Trace:
 
     submitted_s: float = field(default_factory=time.perf_counter)
     tokens_s: list[float] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_cached_tokens: int = 0
 
     def add(self, num_tokens: int) -> None:
         self.tokens_s += [time.perf_counter()] * num_tokens
@@ -161,12 +176,23 @@ Generate = Callable[[Ids, int, Trace], Awaitable[None]]
 
 @contextmanager
 def running_engine(
-    folder: Path, dtype: str, max_batch: int
+    folder: Path,
+    dtype: str,
+    max_batch: int,
+    *,
+    kv_cache_bytes: int | None = None,
+    reuses_prefixes: bool = True,
 ) -> Iterator[tuple[Generate, EngineCore]]:
     """Run the engine on a thread, with the server's own defaults."""
-    options = LoadOptions(dtype=dtype, max_model_len=None, max_batch=max_batch, kv_cache_bytes=None)
+    options = LoadOptions(
+        dtype=dtype, max_model_len=None, max_batch=max_batch, kv_cache_bytes=kv_cache_bytes
+    )
     loaded = load_model(folder, options, lambda phase, done, total: None)
-    scheduler = make_scheduler(loaded, prefill_stall_factor=ServeConfig().prefill_stall_factor)
+    scheduler = make_scheduler(
+        loaded,
+        prefill_stall_factor=ServeConfig().prefill_stall_factor,
+        reuses_prefixes=reuses_prefixes,
+    )
     inbox = Inbox()
     client = EngineClient(inbox, max_waiting_requests=64, max_waiting_tokens=1 << 20)
     core = EngineCore(
@@ -188,6 +214,9 @@ def running_engine(
             async for event in stream:
                 if isinstance(event, TokenOutput):
                     trace.add(len(event.token_ids))
+                    trace.token_ids += event.token_ids
+                elif isinstance(event, RequestFinished):
+                    trace.num_cached_tokens = event.stats.num_cached_tokens
                 elif isinstance(event, RequestFailed):
                     raise event.error
         finally:
@@ -374,7 +403,88 @@ async def stall_once(generate: Generate, settings: Settings) -> tuple[float, flo
     return usual_s * 1e3, largest_s * 1e3, long.ttft_s * 1e3
 
 
-MEASUREMENTS = {measure.__name__: measure for measure in (engine, server, host, http, stall)}
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """What loops that ran side by side took."""
+
+    wall_s: float
+    num_prefilled: int
+    num_new: int
+    ttfts_s: list[list[float]]  # by loop, of each turn
+
+    @property
+    def last_to_second(self) -> float:
+        return median(ttfts_s[-1] / ttfts_s[1] for ttfts_s in self.ttfts_s)
+
+
+async def agents(folder: Path, settings: Settings) -> list[Figure]:
+    sizes = (folder, settings.dtype, settings.max_batch)
+    with running_engine(*sizes, kv_cache_bytes=AGENT_KV_BYTES) as (generate, _):
+        await run_agents(generate, 1, num_turns=2)
+        alone = [await run_agents(generate, 1) for _ in range(settings.repeats)]
+        eight = [await run_agents(generate, 8) for _ in range(settings.repeats)]
+    with running_engine(*sizes, kv_cache_bytes=AGENT_KV_BYTES, reuses_prefixes=False) as (
+        generate,
+        _,
+    ):
+        await run_agents(generate, 1, num_turns=2)
+        cold = await run_agents(generate, 1)
+    figures = []
+    for at, runs in (("1 agent", alone), ("8 agents", eight)):
+        shares = [run.num_prefilled / run.num_new for run in runs]
+        walls_s = [run.wall_s for run in runs]
+        figures.append(Figure(f"{at}, prefilled / new tokens", "", shares, at_most=1.02))
+        figures.append(Figure(f"{at}, whole loop", "s", walls_s))
+    ratios = [run.last_to_second for run in alone]
+    figures.append(Figure("1 agent, first token of turn 20 / 2", "", ratios, at_most=1.5))
+    walls = [run.wall_s / cold.wall_s for run in alone]
+    return [*figures, Figure("1 agent, loop with / without the tree", "", walls, at_most=0.25)]
+
+
+async def run_agents(
+    generate: Generate, num_agents: int, *, num_turns: int = AGENT_TURNS
+) -> AgentRun:
+    """Run loops with one system prompt side by side; a turn adds a tool's result to the history."""
+    system = random_prompt(AGENT_SYSTEM_TOKENS)
+    loops = [AgentLoop(system) for _ in range(num_agents)]
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(loop.run(generate, num_turns) for loop in loops))
+    wall_s = time.perf_counter() - begin_s
+    return AgentRun(
+        wall_s=wall_s,
+        num_prefilled=sum(loop.num_prefilled for loop in loops),
+        # The system prompt is new once.
+        num_new=sum(loop.num_new for loop in loops) - (num_agents - 1) * len(system),
+        ttfts_s=[loop.ttfts_s for loop in loops],
+    )
+
+
+class AgentLoop:
+    """One agent: its history, and what its turns took."""
+
+    def __init__(self, system: Ids) -> None:
+        self._history = system
+        self.num_new = len(system)
+        self.num_prefilled = 0
+        self.ttfts_s: list[float] = []
+
+    async def run(self, generate: Generate, num_turns: int) -> None:
+        """Take turns; the answer's last token is new to the next turn, for it was not computed."""
+        for turn in range(num_turns):
+            if turn:
+                result = random_prompt(AGENT_RESULT_TOKENS)
+                self._history += result
+                self.num_new += len(result) + 1
+            trace = Trace()
+            await generate(self._history, AGENT_ANSWER_TOKENS, trace)
+            self.ttfts_s.append(trace.ttft_s)
+            self.num_prefilled += len(self._history) - trace.num_cached_tokens
+            self._history += tuple(trace.token_ids)
+
+
+MEASUREMENTS = {
+    measure.__name__: measure for measure in (engine, server, host, http, stall, agents)
+}
 
 
 # The command

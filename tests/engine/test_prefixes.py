@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.types import RequestFinished, SamplingParams
+from jaxserve.types import PromptOutput, RequestFinished, SamplingParams
 from tests.engine.tiny import (
     PLAN,
     Sizes,
@@ -79,6 +79,21 @@ def test_requests_that_come_together_compute_their_prefix_once(e2b: TinyModel) -
     assert num_computed < len(prefix) + 5 * (6 + PLAN.page_size)
     for i, prompt in enumerate(prompts):
         e2b.assert_greedy(prompt, engine.tokens_of(str(i)))
+
+
+def test_a_scored_prompt_bypasses_the_cache_and_gets_the_same_scores_twice(e2b: TinyModel) -> None:
+    engine = TinyEngine(e2b.runner)
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, num_prompt_logprobs=2)
+    scores = []
+    for name in ("first", "second"):
+        engine.submit(request_of(name, PROMPT, 2, sampling))
+        engine.step()
+        engine.run_until_idle()
+        outputs = [e for e in engine.events if isinstance(e, PromptOutput)]
+        scores.append([s for e in outputs if e.request_id == name for s in e.logprobs])
+    assert len(scores[0]) == len(PROMPT) - 1
+    assert scores[0] == scores[1]
+    assert cached_tokens(engine, "second") == 0
 
 
 def test_salts_do_not_share(e2b: TinyModel) -> None:
