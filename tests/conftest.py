@@ -14,3 +14,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before any test module imports jax. Subprocesses inherit it.
     if config.option.markexpr != "accelerator":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+# What these folders' tests share is expensive: a server, compiled programs.
+_TOGETHER = ("e2e", "engine", "image")
+_APART = "test_real_model.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes run the tests, keep such a folder in one of them, else a file."""
+    for item in items:
+        folder = item.path.parent.name
+        together = folder in _TOGETHER and item.path.name != _APART
+        item.add_marker(pytest.mark.xdist_group(folder if together else str(item.path)))
