@@ -510,10 +510,8 @@ class Scheduler:
             return False
         num_usable = request.num_known_tokens - 1
         for other in self._running:
-            if other.cache_salt != request.cache_salt:
-                continue
-            num_promised = max(other.prefill_end, other.num_copyable_tokens)
-            if num_promised <= num_matched:
+            is_prefilling = other.num_copyable_tokens < other.prefill_end
+            if not is_prefilling or other.cache_salt != request.cache_salt:
                 continue
             num_shared = common_length(
                 request.known_ids(0, num_usable), other.known_ids(0, other.prefill_end)
