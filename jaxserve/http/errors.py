@@ -1,6 +1,7 @@
 """The one translation of errors into HTTP responses."""
 
 import logging
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -46,7 +47,8 @@ async def on_http_exception(request: HttpRequest, error: Exception) -> Response:
     """Answer what the router raises: 405 for a path it knows, 404 otherwise."""
     if not isinstance(error, HTTPException):
         raise InvariantError(f"registered for HTTPException, called with {type(error).__name__}")
-    path, method = request.url.path, request.method
+    # As it was sent: what is encoded may be anything, and a log's reader is a terminal.
+    path, method = quote(request.scope["path"]), request.method
     if error.status_code == MethodNotAllowedError.status:
         refusal: ApiError = MethodNotAllowedError(f"{method} is not allowed on {path}.")
     else:

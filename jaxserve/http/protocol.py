@@ -3,6 +3,7 @@
 - An offer to change protocols (`Upgrade: h2c`, which Java's own client sends with every first
   request) is ignored, as RFC 9110 section 7.8 allows: httptools alone would drop the body.
 - The head of a request is bounded.
+- A client that goes is noticed by every request it sent, also where it sent several at once.
 - What is no HTTP gets an error in the API's shape too.
 """
 
@@ -15,6 +16,8 @@ from jaxserve.errors import ApiError, HeadTooLargeError, InvalidRequestError, Me
 from jaxserve.openai.responses import error_body
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_PIPELINED = 8
+"""Requests that may wait behind one; more are not read from the connection until it is answered."""
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -22,6 +25,15 @@ class HttpProtocol(HttpToolsProtocol):
 
     _num_head_bytes = 0
     _is_in_head = False
+    _unanswered: tuple[RequestResponseCycle, ...] = ()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell every request; uvicorn tells the last one only."""
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._unanswered = ()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came in; a request starts when its head is complete."""
@@ -52,8 +64,18 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the request, unless it is to be parsed again without its offer."""
         self._is_in_head = False
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
+        super().on_headers_complete()
+        self._unanswered = (*self._unanswered, self.cycle)
+        # Uvicorn stops reading behind a second request, and would not see the client go.
+        if len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()
+
+    def on_response_complete(self) -> None:
+        """Go on to the next request."""
+        self._unanswered = tuple(c for c in self._unanswered if not c.response_complete)
+        super().on_response_complete()
 
     def on_message_complete(self) -> None:
         """End the request's body."""

@@ -182,11 +182,13 @@ def _budget(
     param: str,
 ) -> int:
     limit = model.max_model_len
+    # Clients that shorten a conversation tell this error by these words, not by its code.
+    known_phrase = "This model's maximum context length"
     room = limit - num_prompt_tokens
     if room < 1:
         raise ContextLengthError(
-            f"The prompt has {num_prompt_tokens} tokens, which leaves no room for an answer"
-            f" in the context of {limit} tokens.",
+            f"{known_phrase} is {limit} tokens; the prompt has {num_prompt_tokens} tokens, which"
+            " leaves no room for an answer.",
             param=param,
         )
     if wanted is None:
@@ -195,8 +197,8 @@ def _budget(
     wanted = max(wanted, 1)
     if wanted > room:
         raise ContextLengthError(
-            f"The prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}: "
-            f"{num_prompt_tokens + wanted} in all, beyond the context of {limit} tokens.",
+            f"{known_phrase} is {limit} tokens; the prompt has {num_prompt_tokens} tokens, and"
+            f" max_tokens is {wanted}: {num_prompt_tokens + wanted} in all.",
             param=param,
         )
     return wanted

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -67,20 +68,35 @@ def start(setup: Setup, tmp_path: Path) -> Iterator[Start]:
         yield start
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starting:
+    """The shared server, and what it answered as soon as it listened."""
+
+    server: ServerProcess
+    health: httpx.Response
+    live: httpx.Response
+    models: httpx.Response
+
+
 @pytest.fixture(scope="session")
-def starting(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """The shared server as soon as it listens."""
+def starting(setup: Setup, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Starting]:
+    """The shared server, perhaps not ready yet."""
     environment = {**fast_compiles(), "PYTHONPATH": str(setup.torch_trap)}
     folder = tmp_path_factory.mktemp("server")
     with ServerProcess(folder, setup.flags, environment=environment) as server:
-        yield server
+        yield Starting(
+            server=server,
+            health=server.get("/health"),
+            live=server.get("/live"),
+            models=server.get("/v1/models"),
+        )
 
 
 @pytest.fixture(scope="session")
-def server(starting: ServerProcess) -> ServerProcess:
+def server(starting: Starting) -> ServerProcess:
     """The shared server, ready."""
-    starting.wait_ready()
-    return starting
+    starting.server.wait_ready()
+    return starting.server
 
 
 def fast_compiles() -> dict[str, str]:

@@ -30,6 +30,7 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._log = folder / "stderr.log"
+        self._url: str | None = None
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, "serve", "--port", "0", *flags],
@@ -54,11 +55,14 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """Where it listens; waits until it does."""
+        if self._url is not None:
+            return self._url  # the log may be long by now
         pattern = re.compile(r"listening on (http://\S+)")
         wait_until(lambda: bool(pattern.search(self.log)) or self.has_ended)
         found = pattern.search(self.log)
         assert found is not None, self.log
-        return found[1]
+        self._url = found[1]
+        return self._url
 
     @property
     def has_ended(self) -> bool:

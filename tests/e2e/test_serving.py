@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import MODEL, Setup
+from tests.e2e.conftest import MODEL, Setup, Starting
 from tests.e2e.server import ServerProcess, wait_until
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
@@ -49,18 +49,15 @@ async def stream_complete(
     return text, ids
 
 
-def test_health_is_red_until_the_model_is_ready(starting: ServerProcess) -> None:
-    starting_health = starting.get("/health")
-    live = starting.get("/live")
-    refused = starting.get("/v1/models")
+def test_health_is_red_until_the_model_is_ready(starting: Starting) -> None:
+    assert (starting.health.status_code, starting.live.status_code) == (503, 200)
+    assert starting.health.json()["phase"] in ("loading", "compiling")
+    assert starting.models.status_code == 503
+    assert "retry-after" in starting.models.headers
 
-    starting.wait_ready()
+    starting.server.wait_ready()
 
-    assert (starting_health.status_code, live.status_code) == (503, 200)
-    assert starting_health.json()["phase"] in ("loading", "compiling")
-    assert refused.status_code == 503
-    assert "retry-after" in refused.headers
-    assert starting.get("/health").json()["phase"] == "ready"
+    assert starting.server.get("/health").json()["phase"] == "ready"
 
 
 def test_the_memory_table_is_logged(server: ServerProcess) -> None:
