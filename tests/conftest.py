@@ -4,6 +4,8 @@ import os
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 # The same examples everywhere; time limits are pytest's, for machines differ too much for others.
 hypothesis.settings.register_profile("jaxserve", derandomize=True, deadline=None, database=None)
@@ -16,14 +18,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-# What these folders' tests share is expensive: a server, compiled programs.
-_TOGETHER = ("e2e", "engine", "image")
-_APART = "test_real_model.py"
+# What a folder's tests share is expensive here: a server, compiled programs.
+_TOGETHER = ("tests/e2e/", "tests/engine/", "tests/image/")
+_APART = "tests/e2e/test_real_model.py"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where several processes run the tests, keep such a folder in one of them, else a file."""
-    for item in items:
-        folder = item.path.parent.name
-        together = folder in _TOGETHER and item.path.name != _APART
-        item.add_marker(pytest.mark.xdist_group(folder if together else str(item.path)))
+class _Sharing(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
+    """Gives the processes that run the tests a file at a time, or a folder that shares much."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path: str = nodeid.partition("::")[0]
+        if path == _APART:
+            return path
+        return next((folder for folder in _TOGETHER if path.startswith(folder)), path)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    return _Sharing(config, log)
