@@ -241,10 +241,18 @@ class SteppedEngine:
     """The real loop and scheduler on a FakeRunner, driven pass by pass in the test's own thread."""
 
     def __init__(
-        self, runner: FakeRunner | None = None, *, prefill_stall_factor: float = 1.5
+        self,
+        runner: FakeRunner | None = None,
+        *,
+        prefill_stall_factor: float = 1.5,
+        reuses_prefixes: bool = True,
     ) -> None:
         self.runner = runner or FakeRunner()
-        self.scheduler = Scheduler(self.runner, prefill_stall_factor=prefill_stall_factor)
+        self.scheduler = Scheduler(
+            self.runner,
+            prefill_stall_factor=prefill_stall_factor,
+            reuses_prefixes=reuses_prefixes,
+        )
         self.inbox = Inbox()
         self.metrics = Metrics()
         self.events: list[OutputEvent] = []
@@ -277,6 +285,7 @@ class SteppedEngine:
         num_logprobs: int | None = None,
         num_prompt_logprobs: int | None = None,
         priority: int = 0,
+        session: str | None = None,
     ) -> GenerationRequest:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -290,6 +299,7 @@ class SteppedEngine:
             prompt_ids=tuple(prompt_ids),
             sampling=sampling,
             priority=priority,
+            session=session,
         )
         self.inbox.put(Submit(request=request, arrival_s=self.runner.clock()))
         return request

@@ -157,6 +157,9 @@ class RadixTree:
         node.used_at = next(self._clock)
         if not node.children:
             heapq.heappush(self._leaves, (node.used_at, node))
+            if len(self._leaves) > 2 * self.num_evictable + 64:
+                self._leaves = [each for each in self._leaves if self._is_offered(each[1], each[0])]
+                heapq.heapify(self._leaves)
 
     def insert(self, parent: Node, tokens: Tokens, page: int, ready_step: int) -> Node:
         """Return the node of these ids below a locked one, and lock it.

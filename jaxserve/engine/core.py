@@ -135,7 +135,7 @@ class EngineCore:
         """Apply what came in; sleep for it when idle. False: stop."""
         is_idle = self.is_idle
         if is_idle:
-            self._scheduler.check_integrity()
+            self._scheduler.check_idle()
             if self._is_stopping:
                 return False
         self._commands += self._inbox.take(block=is_idle)
@@ -179,11 +179,8 @@ class EngineCore:
             self._runner.set_pages(slot, start, pages)
         extended = self._runner.extend(batch.chunks) if batch.chunks else None
         decoded = self._runner.decode(batch.slots, batch.positions) if batch.slots else None
-        for request in batch.admitted:
-            if not request.output_ids:  # else it was counted before it was preempted
-                self._metrics.observe_looked_up(
-                    request.num_prompt_tokens, request.num_cached_tokens
-                )
+        if batch.num_looked_up:
+            self._metrics.observe_looked_up(batch.num_looked_up, batch.num_cached)
         if batch.num_preempted:
             self._metrics.observe_preempted(batch.num_preempted)
         return _StepInFlight(batch, extended, decoded, self._clock())

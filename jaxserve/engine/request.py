@@ -17,6 +17,7 @@ import enum
 from dataclasses import dataclass, field
 
 from jaxserve.cache.radix import Node, Root
+from jaxserve.errors import InvariantError
 from jaxserve.types import GenerationRequest, RequestStats, SamplingParams
 
 
@@ -39,9 +40,9 @@ class Request:
             first.
         arrival_s: when the client submitted it. Times are seconds of the engine's clock; None:
             never got there.
-        pages: of its positions, in order; those in `path` as well, but for some where another
-            request inserted the same ids first.
+        pages: of its positions, in order; those of `path` are the prefix tree's.
         root: where the path begins; locked, as the path is, while RUNNING.
+        is_off_tree: another request entered the ids after `path` first.
         num_copyable_tokens: computed by steps before the one that is planned.
         num_cached_tokens: prompt tokens that were found computed when it was first admitted.
         num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
@@ -59,6 +60,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     root: Root | None = None
     path: list[Node] = field(default_factory=list)
+    is_off_tree: bool = False
     num_copyable_tokens: int = 0
     num_cached_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -90,6 +92,23 @@ class Request:
     def num_known_tokens(self) -> int:
         """Prompt and output ids that the host has."""
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def own_pages(self) -> list[int]:
+        """Its pages that are not the tree's."""
+        return self.pages[len(self.path) :]
+
+    @property
+    def tip(self) -> Node:
+        """The node that its next page goes below."""
+        if self.root is None:
+            raise InvariantError(f"request {self.request_id!r} has no place in the tree")
+        return self.path[-1] if self.path else self.root
+
+    @property
+    def num_keepable_tokens(self) -> int:
+        """Ids that are known and computed: what the tree may hold of it."""
+        return min(self.num_known_tokens, self.num_computed_tokens)
 
     @property
     def is_prefilling(self) -> bool:

@@ -56,6 +56,8 @@ class Batch:
         decoded: the requests of the decode, row by row, with their slots and positions.
         scored: the request of the only chunk, where that is scored.
         num_preempted: requests that lost their pages for the sake of this step.
+        num_looked_up: prompt tokens of first admissions that were looked for in the prefix tree.
+        num_cached: how many of those it had.
     """
 
     admitted: list[Request] = field(default_factory=list)
@@ -69,6 +71,8 @@ class Batch:
     positions: list[int] = field(default_factory=list)
     scored: Request | None = None
     num_preempted: int = 0
+    num_looked_up: int = 0
+    num_cached: int = 0
 
     @property
     def wants_logprobs(self) -> bool:
@@ -250,7 +254,7 @@ class Scheduler:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
         self.pool.check_integrity()
         self.tree.check_integrity()
-        own = [page for request in self._running for page in self._own_pages(request)]
+        own = [page for request in self._running for page in request.own_pages]
         if len(set(own)) != len(own) or len(own) + self.tree.num_nodes != self.pool.num_used:
             raise InvariantError(
                 f"{self.pool.num_used} pages are used, {self.tree.num_nodes} of them cached;"
@@ -277,6 +281,14 @@ class Scheduler:
         if fresh:
             scored = tuple(logprobs.cut(num_top) for logprobs in fresh)
             events.append(PromptOutput(request.request_id, scored))
+
+    def check_idle(self) -> None:
+        """Raise InvariantError unless every slot and page is free or cached; O(1)."""
+        num_held, num_free_slots = self.num_pages_held, len(self._free_slots)
+        if self._live or num_held or num_free_slots != self._num_slots:
+            raise InvariantError(
+                f"idle with {num_held} pages held and {num_free_slots} of {self._num_slots} slots"
+            )
 
     # Planning a step
 
@@ -432,6 +444,9 @@ class Scheduler:
         if request.admitted_s is None:
             request.admitted_s = now_s
             request.num_cached_tokens = request.num_computed_tokens
+            if self._reuses_prefixes and not request.scores_prompt:
+                batch.num_looked_up += request.num_prompt_tokens
+                batch.num_cached += request.num_cached_tokens
         insort_right(self._running, request, key=_order)
         batch.admitted.append(request)
         return request
@@ -468,25 +483,14 @@ class Scheduler:
         """
         self._running.remove(request)
         self._free_slots.append(request.slot)
-        self._keep_computed(request)
-        if request.root is None:
-            raise InvariantError(f"request {request.request_id!r} runs without a place in the tree")
-        own = self._own_pages(request)
-        start = len(request.path) * self._page_size
-        end = min(request.num_known_tokens, request.num_computed_tokens)
-        if self._reuses_prefixes and end > start:
-            # The page that is not full ends here.
-            page = request.pages[len(request.path)]
-            parent = request.path[-1] if request.path else request.root
-            node = self.tree.insert(parent, request.known_ids(start, end), page, self._step)
-            request.path.append(node)
-            own = self._own_pages(request)
-        self.pool.release(own)
+        if self._reuses_prefixes:
+            self._leave_computed(request)
+        self.pool.release(request.own_pages)
         kept_until_s = self._now_s + self._session_grace_s if request.session else 0.0
-        for node in reversed(request.path):
-            self.tree.unlock(node, kept_until_s=kept_until_s)
-        self.tree.unlock(request.root)
-        request.root, request.path, request.pages = None, [], []
+        while request.path:
+            self.tree.unlock(request.path.pop(), kept_until_s=kept_until_s)
+        self.tree.unlock(request.tip)  # its root
+        request.root, request.pages, request.is_off_tree = None, [], False
 
     # The prefix tree
 
@@ -552,7 +556,7 @@ class Scheduler:
         ids = request.known_ids(start, min(start + self._page_size, request.num_known_tokens - 1))
         parent = match.nodes[-1] if match.nodes else match.root
         for other in self._running:
-            if (other.path[-1] if other.path else other.root) is parent:
+            if other.tip is parent:
                 end = min(other.num_copyable_tokens, other.num_known_tokens)
                 num_tail = common_length(ids, other.known_ids(start, end))
                 if num_tail > best[1]:
@@ -574,25 +578,38 @@ class Scheduler:
         request.num_computed_tokens += num_tail
 
     def _keep_computed(self, request: Request) -> None:
-        """Enter a running request's full pages in the tree, as far as their ids are known."""
-        if not self._reuses_prefixes or request.root is None:
-            return
-        size = self._page_size
-        num_full = min(request.num_known_tokens, request.num_computed_tokens) // size
-        for index in range(len(request.path), num_full):
-            parent = request.path[-1] if request.path else request.root
-            tokens = request.known_ids(index * size, (index + 1) * size)
-            node = self.tree.insert(parent, tokens, request.pages[index], self._step)
-            request.path.append(node)
+        """Enter a running request's full pages in the tree, as far as their ids are known.
 
-    def _own_pages(self, request: Request) -> list[int]:
-        """Return the request's pages that are not the tree's."""
-        nodes = request.path
-        return [
-            page
-            for index, page in enumerate(request.pages)
-            if index >= len(nodes) or nodes[index].page != page
-        ]
+        Where the tree has one already, which another request computed, this one stays on pages of
+        its own until it ends: on the tree's path it would hold two pages for each, which nobody
+        planned for.
+        """
+        size = self._page_size
+        while self._reuses_prefixes and not request.is_off_tree:
+            start = len(request.path) * size
+            if start + size > request.num_keepable_tokens:
+                return
+            tokens = request.known_ids(start, start + size)
+            if tokens in request.tip.children:
+                request.is_off_tree = True
+            else:
+                page = request.pages[len(request.path)]
+                request.path.append(self.tree.insert(request.tip, tokens, page, self._step))
+
+    def _leave_computed(self, request: Request) -> None:
+        """Enter all pages of a request that ends; free those that the tree has already."""
+        while (start := len(request.path) * self._page_size) < request.num_keepable_tokens:
+            end = min(start + self._page_size, request.num_keepable_tokens)
+            tokens = request.known_ids(start, end)
+            num_held = request.tip.closest_child(tokens)[1]
+            if end - start < self._page_size and num_held == len(tokens):
+                return  # a page that goes on from there holds all of this one
+            page = request.pages[len(request.path)]
+            node = self.tree.insert(request.tip, tokens, page, self._step)
+            if node.page != page:
+                self.pool.release([page])
+                request.pages[len(request.path)] = node.page
+            request.path.append(node)
 
     def _num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._page_size)

@@ -64,6 +64,8 @@ async def chat_prompt(
         return _truncated(EncodedPrompt(text, ids), keep)
 
     num_chars = sum(len(message.text) for message in conversation.messages)
+    if conversation.chat_template is not None or conversation.template_kwargs:
+        num_chars += _INLINE_CHARS  # how long a program or its variables take, nobody knows
     prompt = await _run(encode, num_chars)
     check_ids(prompt.token_ids, model, param="messages")
     return prompt
@@ -171,7 +173,7 @@ def check_vocabulary(ids: Sequence[int], model: ServedModel, *, param: str) -> N
 
 
 async def _run(encode: Callable[[], T], num_chars: int) -> T:
-    if num_chars <= _INLINE_CHARS:
+    if num_chars < _INLINE_CHARS:
         return encode()
     return await anyio.to_thread.run_sync(encode)
 

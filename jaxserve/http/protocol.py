@@ -25,6 +25,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     _num_head_bytes = 0
     _is_in_head = False
+    _is_too_large = False
+    _has_ended_one = False
     _unanswered: tuple[RequestResponseCycle, ...] = ()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -38,6 +40,7 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what came in; a request starts when its head is complete."""
         self._unset_keepalive_if_required()
+        self._has_ended_one = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
@@ -46,12 +49,14 @@ class HttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserError as error:
             self._refuse(InvalidRequestError(f"This is no HTTP request: {error}."))
             return
-        if self._is_in_head:
+        # What the parser holds of a header that has not ended is known to it alone. Data that ended
+        # another request before is not counted: how much of it is this one's, nobody knows.
+        if self._is_in_head and not self._has_ended_one:
             self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(
-                    HeadTooLargeError(f"The head exceeds the limit of {MAX_HEAD_BYTES} bytes.")
-                )
+        if self._is_too_large or (self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES):
+            self._refuse(
+                HeadTooLargeError(f"The head exceeds the limit of {MAX_HEAD_BYTES} bytes.")
+            )
 
     # The parser's calls
 
@@ -61,10 +66,17 @@ class HttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; what follows a chunked body is none, and is dropped."""
+        if self._is_in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        """Start the request, unless it is to be parsed again without its offer."""
+        """Start the request, unless it is too large, or to be parsed again without its offer."""
         self._is_in_head = False
-        if self.parser.should_upgrade():
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        self._is_too_large = size > MAX_HEAD_BYTES
+        if self.parser.should_upgrade() or self._is_too_large:
             return
         super().on_headers_complete()
         self._unanswered = (*self._unanswered, self.cycle)
@@ -79,8 +91,14 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End the request's body."""
-        if not self.parser.should_upgrade():
+        self._has_ended_one = True
+        if not (self.parser.should_upgrade() or self._is_too_large):
             super().on_message_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body."""
+        if not self._is_too_large:
+            super().on_body(body)
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Parse the request again without its offer; `rest` follows its head."""

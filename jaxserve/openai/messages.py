@@ -103,9 +103,10 @@ class _TemplateVariables:
 
     def __call__(self, value: object, path: str) -> Mapping[str, object]:
         variables = Mapped()(value, path)
-        for name in sorted(_RESERVED_VARIABLES.intersection(variables)):
+        special = {name for name in variables if name.endswith("_token")}
+        for name in sorted(special | _RESERVED_VARIABLES.intersection(variables)):
             raise InvalidRequestError(
-                f"{path}.{name} cannot be set here: it has a field of its own.",
+                f"{path}.{name} cannot be set here: the server sets it.",
                 param=f"{path}.{name}",
             )
         return variables

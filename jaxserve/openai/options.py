@@ -36,6 +36,7 @@ MAX_STOPS = 16
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 256
+MAX_ALLOWED_IDS = 1 << 18
 # Above every vocabulary: a larger top_k can only be a mistake.
 _MAX_TOP_K = 1 << 20
 LARGEST_BUDGET = (1 << 31) - 1
@@ -154,7 +155,7 @@ _LOGIT_BIAS: Field[tuple[tuple[int, float], ...]] = Field(
     "logit_bias", TokenBiases(100, MAX_BIASES), (), "by token id, added to its logit"
 )
 _ALLOWED_TOKEN_IDS: Field[tuple[int, ...] | None] = Field(
-    "allowed_token_ids", TokenIds(1), None, "the only ids that may be generated"
+    "allowed_token_ids", TokenIds(1, MAX_ALLOWED_IDS), None, "the only ids that may be generated"
 )
 _BAD_WORDS: Field[tuple[str, ...]] = Field(
     "bad_words",

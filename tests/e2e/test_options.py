@@ -189,7 +189,9 @@ class Case:
             self.prompts = [ids[-3:] for ids in self.prompts]
             texts = texts if self.is_chat else [None for _ in texts]
         self.echoes = [
-            self._expected.decode(ids) if text is None else text
+            self._expected.decode(ids, skip_special_tokens=bool(row["skip_special"]))
+            if text is None
+            else text
             for ids, text in zip(self.prompts, texts, strict=True)
         ]
 
