@@ -7,6 +7,7 @@ from typing import cast
 import orjson
 
 from jaxserve.openai.fields import Field, FieldTable, Inert, Neutral, Schema, object_schema
+from jaxserve.openai.options import MAX_TEXT_CHARS
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -134,6 +135,10 @@ def _page_lines() -> Iterator[str]:
     yield "`null` is as good as absent. An unknown field is refused with 400, and so is every value"
     yield "outside of what is given here, in the form of [errors.md](errors.md). The endpoints are"
     yield "OpenAI's and vLLM's."
+    yield ""
+    yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
+    yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
+    yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"
