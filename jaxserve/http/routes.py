@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
+from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.generate import generate
@@ -206,7 +207,8 @@ class Endpoints:
 
     async def openapi(self, http: HttpRequest) -> Response:
         """Describe the API as OpenAPI does."""
-        return _json(openapi_document(__version__))
+        open_paths = OPEN_PATHS if self._config.api_keys else None
+        return _json(openapi_document(__version__, open_paths=open_paths))
 
     async def _chat_prompt(
         self, request: ChatCompletionRequest, model: ServedModel, *, must_fit: bool = False

@@ -33,7 +33,7 @@ MAX_SEQUENCES = 128
 """Sequences of one request: its prompts times n."""
 
 MAX_TEXT_CHARS = 1 << 20
-"""Characters of a text that are tokenized in any case; more only where the context may hold them."""
+"""Characters of a text that are tokenized in any case; more only where a context may hold them."""
 
 # Longer lists and strings keep the event loop from everybody's streams.
 MAX_STOP_CHARS = 1024

@@ -1,6 +1,6 @@
 """The API's pages, made from the field tables: /openapi.json, and docs/api.md for readers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -87,14 +87,26 @@ _ERROR_SCHEMA: Schema = {
 }
 
 
-def openapi_document(version: str) -> Schema:
-    """Return the API as an OpenAPI 3.1 document."""
-    return {
+def openapi_document(version: str, *, open_paths: Collection[str] | None = None) -> Schema:
+    """Return the API as an OpenAPI 3.1 document.
+
+    Where keys are in use, `open_paths` are those that need none.
+    """
+    paths = {end.path: {end.method: _operation(end)} for end in _ENDPOINTS}
+    components: Schema = {"schemas": {"Error": _ERROR_SCHEMA}}
+    document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},
-        "paths": {end.path: {end.method: _operation(end)} for end in _ENDPOINTS},
-        "components": {"schemas": {"Error": _ERROR_SCHEMA}},
+        "paths": paths,
+        "components": components,
     }
+    if open_paths is not None:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        for end in _ENDPOINTS:
+            if end.path in open_paths:
+                paths[end.path][end.method]["security"] = []
+    return document
 
 
 def api_page() -> str:
