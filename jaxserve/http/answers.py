@@ -101,7 +101,7 @@ class AnswerWriter:
             for token_id, offset, scored in zip(
                 self.prompts[prompt].token_ids,
                 offsets,
-                (None, *self.choices[index].prompt),
+                (None, *self.choices[index].prompt.tokens),
                 strict=True,
             )
         ]
@@ -116,7 +116,8 @@ class AnswerWriter:
         num_top = self.options.prompt_logprobs
         if num_top is None:
             return None
-        return self.logprobs.prompt([scored.cut(num_top) for scored in self.choices[index].prompt])
+        tokens = self.choices[index].prompt.tokens
+        return self.logprobs.prompt([scored.cut(num_top) for scored in tokens])
 
     def _usage(self) -> Usage:
         generation, n = self.generation, self.options.n

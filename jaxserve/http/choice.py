@@ -23,6 +23,23 @@ class TextDelta:
     tokens: list[ScoredToken] = field(default_factory=list)
 
 
+@dataclass(slots=True, kw_only=True)
+class PromptScores:
+    """How likely a prompt's tokens after the first are; the first of its sequences tells it.
+
+    Attributes:
+        num_expected: of those tokens; 0 where nobody asks.
+    """
+
+    num_expected: int
+    tokens: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all have come."""
+        return len(self.tokens) >= self.num_expected
+
+
 class ChoiceText:
     """Detokenizes one sequence and ends it at its first stop string.
 
@@ -32,7 +49,7 @@ class ChoiceText:
     Attributes:
         is_muted: the echo is all of it; the one token that the engine must generate is nobody's.
         num_tokens: ids taken, up to the one that completed a stop string.
-        prompt: the prompt's log-probabilities, as far as they have come.
+        prompt: scores of the prompt, as far as they have come; all of its choices share them.
     """
 
     def __init__(
@@ -42,6 +59,7 @@ class ChoiceText:
         sampling: SamplingParams,
         stop: StopAutomaton,
         *,
+        prompt: PromptScores,
         offset: int,
     ) -> None:
         """`offset` is the length of the text that precedes the choice's own."""
@@ -58,7 +76,7 @@ class ChoiceText:
         self._offset = offset
         self._last_id: int | None = None
         self.num_tokens = 0
-        self.prompt: list[TokenLogprobs] = []
+        self.prompt = prompt
 
     @property
     def is_stopped(self) -> bool:

@@ -10,7 +10,6 @@ class HttpConfig:
     Attributes:
         max_body_bytes: a larger request body is refused with 413, unread where its length is
             declared.
-        max_sequences: most sequences of one request, prompts times n.
         trust_request_chat_template: a request may bring a chat template, which is a program.
         api_keys: one of them opens all but /health and /live; none: everything is open.
         cors_origins: origins whose pages may call; "*": all.
@@ -18,7 +17,6 @@ class HttpConfig:
     """
 
     max_body_bytes: int = 32 << 20
-    max_sequences: int = 128
     heartbeat_s: float = 15.0
     trust_request_chat_template: bool = False
     api_keys: tuple[str, ...] = field(default=(), repr=False)

@@ -8,18 +8,21 @@ from starlette.responses import Response
 
 from jaxserve import logs
 from jaxserve.http.answers import AnswerWriter
-from jaxserve.http.choice import ChoiceText
+from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Engine, Generation
 from jaxserve.http.prompts import Echo, EncodedPrompt
-from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
+from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
+from jaxserve.openai.fields import Name
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
-from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer
+from jaxserve.openai.responses import Answer
 from jaxserve.text.stop_strings import StopAutomaton
+
+_SESSION_HEADER = "X-Session-ID"
 
 
 async def generate(
@@ -28,33 +31,30 @@ async def generate(
     model: ServedModel,
     config: HttpConfig,
     *,
-    kind: type[ChatAnswer] | type[CompletionAnswer],
+    kind: type[Answer],
     prompts: Sequence[EncodedPrompt],
     echoes: Sequence[Echo],
     options: GenerationOptions,
 ) -> Response:
     """Generate `n` answers to each prompt; a stream is sent when the response is."""
-    is_chat = kind is ChatAnswer
     request_id = logs.request_id.get()
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
-        id_lists,
-        options,
-        model,
-        request_id=request_id,
-        param="messages" if is_chat else "prompt",
-        default_max_tokens=None if is_chat else COMPLETION_MAX_TOKENS,
-        tells_echo=options.echo and not is_chat,
-        session=options.session or http.headers.get("x-session-id"),
-        max_sequences=config.max_sequences,
+        id_lists, options, model, kind, request_id=request_id, session=session_of(options, http)
     )
     stop = StopAutomaton(options.stop)
-    choices = [
-        ChoiceText(model, options, request.sampling, stop, offset=len(echoes[i // options.n].text))
-        for i, request in enumerate(requests)
-    ]
-    answer: Answer = kind(
-        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+    choices = []
+    for first in range(0, len(requests), options.n):
+        sampling = requests[first].sampling
+        is_scored = sampling.num_prompt_logprobs is not None
+        scores = PromptScores(num_expected=len(requests[first].prompt_ids) - 1 if is_scored else 0)
+        offset = len(echoes[first // options.n].text)
+        choices += [
+            ChoiceText(model, options, sampling, stop, prompt=scores, offset=offset)
+            for _ in range(options.n)
+        ]
+    answer = kind(
+        request_id=request_id,
         created=int(time.time()),
         model=model.id,
         prompts=id_lists,
@@ -80,3 +80,12 @@ async def generate(
     finally:
         generation.close()
     return Response(body, media_type="application/json")
+
+
+def session_of(options: GenerationOptions, http: HttpRequest) -> str | None:
+    """Return whose prefix is to stay cached: the body's name of it, or else the header's."""
+    if options.session is not None or _SESSION_HEADER not in http.headers:
+        return options.session
+    # A header's bytes come as latin-1; what is no UTF-8 is no name either.
+    name = http.headers[_SESSION_HEADER].encode("latin-1").decode(errors="replace")
+    return Name()(name, _SESSION_HEADER)

@@ -19,6 +19,7 @@ from jaxserve.types import (
     GenerationRequest,
     OutputEvent,
     PromptOutput,
+    RequestFailed,
     RequestFinished,
     RequestStats,
     TokenOutput,
@@ -93,23 +94,23 @@ class Generation:
         Raises:
             ApiError: a fault ended one of the sequences; the others are of no use then.
         """
+        # What answers a prompt whose scores are not all here: these precede it.
+        held: list[tuple[int, TokenOutput | RequestFinished]] = []
         async with aclosing(_merge(self._streams)) as events:
             async for index, event in events:
-                choice = self._choices[index]
-                if isinstance(event, TokenOutput):
-                    # Until the engine has seen the abort, ids still come after a stop string.
-                    if not choice.is_stopped:
-                        delta = choice.push(event.token_ids, event.logprobs)
-                        if choice.is_stopped:
-                            self._streams[index].abort("stop")
-                        yield Delta(index, delta)
-                elif isinstance(event, RequestFinished):
-                    yield self._end(index, event)
-                elif isinstance(event, PromptOutput):
-                    choice.prompt += event.logprobs
-                else:
+                if isinstance(event, RequestFailed):
                     self._reasons[index] = "error"
                     raise event.error
+                if isinstance(event, PromptOutput):
+                    self._choices[index].prompt.tokens += event.logprobs
+                    ready, held = held, []
+                else:
+                    ready = [(index, event)]
+                for each in ready:
+                    if not self._is_due(*each):
+                        held.append(each)
+                    elif (output := self._read(*each)) is not None:
+                        yield output
 
     def close(self) -> None:
         """Abort what still runs and log the request's line. Later calls do nothing."""
@@ -127,6 +128,22 @@ class Generation:
         """Prompt tokens of an ended sequence that did not have to be computed."""
         stats = self._stats[index]
         return 0 if stats is None else stats.num_cached_tokens
+
+    def _is_due(self, index: int, event: TokenOutput | RequestFinished) -> bool:
+        is_abort = isinstance(event, RequestFinished) and event.reason == "abort"
+        return is_abort or self._choices[index].prompt.are_complete
+
+    def _read(self, index: int, event: TokenOutput | RequestFinished) -> Delta | Ending | None:
+        if isinstance(event, RequestFinished):
+            return self._end(index, event)
+        choice = self._choices[index]
+        # Until the engine has seen the abort, ids still come after a stop string.
+        if choice.is_stopped:
+            return None
+        delta = choice.push(event.token_ids, event.logprobs)
+        if choice.is_stopped:
+            self._streams[index].abort("stop")
+        return Delta(index, delta)
 
     def _end(self, index: int, event: RequestFinished) -> Ending:
         choice = self._choices[index]

@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
+from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.generate import generate
@@ -25,7 +26,7 @@ from jaxserve.http.prompts import (
     decode,
     encode,
 )
-from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, prompt_limit
+from jaxserve.http.sequences import prompt_limit
 from jaxserve.http.served_model import ServedModel
 from jaxserve.metrics import Metrics
 from jaxserve.openai.messages import Conversation
@@ -86,7 +87,7 @@ class Endpoints:
             model,
             self._config,
             kind=ChatAnswer,
-            prompts=[await self._chat_prompt(request, model)],
+            prompts=[await self._chat_prompt(request, model, must_fit=True)],
             echoes=[chat_echo(request.conversation) if request.options.echo else Echo()],
             options=request.options,
         )
@@ -101,7 +102,7 @@ class Endpoints:
             request.prompts,
             model,
             add_special_tokens=request.add_special_tokens,
-            keep=prompt_limit(options, model, default_max_tokens=COMPLETION_MAX_TOKENS),
+            keep=prompt_limit(options, model, CompletionAnswer),
         )
         return await generate(
             http,
@@ -138,7 +139,12 @@ class Endpoints:
         request = parse_tokenize(await self._body(http))
         _accept(request.model, None, http, model)
         if isinstance(request.source, str):
-            ids = await encode(request.source, model, add_special_tokens=request.add_special_tokens)
+            ids = await encode(
+                request.source,
+                model,
+                add_special_tokens=request.add_special_tokens,
+                param="prompt",
+            )
         else:
             ids = (await self._render(request.source, model)).token_ids
         spellings = None
@@ -201,19 +207,27 @@ class Endpoints:
 
     async def openapi(self, http: HttpRequest) -> Response:
         """Describe the API as OpenAPI does."""
-        return _json(openapi_document(__version__))
+        open_paths = OPEN_PATHS if self._config.api_keys else None
+        return _json(openapi_document(__version__, open_paths=open_paths))
 
     async def _chat_prompt(
-        self, request: ChatCompletionRequest, model: ServedModel
+        self, request: ChatCompletionRequest, model: ServedModel, *, must_fit: bool = False
     ) -> EncodedPrompt:
-        keep = prompt_limit(request.options, model, default_max_tokens=None)
-        return await self._render(request.conversation, model, keep=keep)
+        keep = prompt_limit(request.options, model, ChatAnswer)
+        return await self._render(request.conversation, model, keep=keep, must_fit=must_fit)
 
     async def _render(
-        self, conversation: Conversation, model: ServedModel, *, keep: int | None = None
+        self,
+        conversation: Conversation,
+        model: ServedModel,
+        *,
+        keep: int | None = None,
+        must_fit: bool = False,
     ) -> EncodedPrompt:
         trusts_template = self._config.trust_request_chat_template
-        return await chat_prompt(conversation, model, trusts_template=trusts_template, keep=keep)
+        return await chat_prompt(
+            conversation, model, trusts_template=trusts_template, keep=keep, must_fit=must_fit
+        )
 
     async def _body(self, http: HttpRequest) -> bytes:
         return await read_json_body(http, max_bytes=self._config.max_body_bytes)

@@ -19,9 +19,10 @@ from jaxserve.openai.fields import (
     table,
 )
 
-# Longer lists keep the event loop from everybody's streams.
+# More keep the event loop from everybody's streams.
 MAX_MESSAGES = 8192
-MAX_PARTS = 1024
+"""Messages of one request and their parts, together."""
+
 MAX_TEMPLATE_CHARS = 1 << 17
 
 
@@ -42,6 +43,11 @@ class Message:
             return {"role": self.role, "content": self.content}
         parts = [{"type": "text", "text": text} for text in self.content]
         return {"role": self.role, "content": parts}
+
+    @property
+    def num_parts(self) -> int:
+        """Count its parts; a plain text is one."""
+        return 1 if isinstance(self.content, str) else len(self.content)
 
     @property
     def text(self) -> str:
@@ -69,7 +75,7 @@ class Conversation:
 
 def _read_parts(value: object, path: str) -> str | tuple[str, ...]:
     if isinstance(value, list):
-        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_PARTS)(value, path)
+        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_MESSAGES)(value, path)
         return tuple(part[_PART_TEXT] for part in parts)
     return Text()(value, path)
 
@@ -81,7 +87,7 @@ class _Content:
         return _read_parts(value, path)
 
     def schema(self) -> dict[str, object]:
-        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_PARTS).schema()
+        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_MESSAGES).schema()
         return {"anyOf": [{"type": "string"}, parts]}
 
 
@@ -96,6 +102,26 @@ class _Message:
 
     def schema(self) -> dict[str, object]:
         return Object(_MESSAGE_FIELDS).schema()
+
+
+class _Messages:
+    """All messages; they and their parts are counted before any is read."""
+
+    _list = ListOf(_Message(), min_items=1, max_items=MAX_MESSAGES)
+
+    def __call__(self, value: object, path: str) -> tuple[Message, ...]:
+        if isinstance(value, list) and len(value) <= MAX_MESSAGES:
+            contents = [message.get("content") for message in value if isinstance(message, dict)]
+            count = len(value) + sum(len(parts) for parts in contents if isinstance(parts, list))
+            if count > MAX_MESSAGES:
+                raise InvalidRequestError(
+                    f"{path} holds {count} messages and parts; at most {MAX_MESSAGES} are read.",
+                    param=path,
+                )
+        return self._list(value, path)
+
+    def schema(self) -> dict[str, object]:
+        return self._list.schema()
 
 
 class _TemplateVariables:
@@ -143,9 +169,9 @@ _MESSAGE_FIELDS = table(
 
 _MESSAGES: Field[tuple[Message, ...]] = Field(
     "messages",
-    ListOf(_Message(), min_items=1, max_items=MAX_MESSAGES),
+    _Messages(),
     (),
-    "the conversation so far",
+    f"the conversation so far; with their parts at most {MAX_MESSAGES}",
     required=True,
 )
 _ADD_GENERATION_PROMPT: Field[bool | None] = Field(

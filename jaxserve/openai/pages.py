@@ -1,12 +1,13 @@
 """The API's pages, made from the field tables: /openapi.json, and docs/api.md for readers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import orjson
 
 from jaxserve.openai.fields import Field, FieldTable, Inert, Neutral, Schema, object_schema
+from jaxserve.openai.options import MAX_TEXT_CHARS
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -86,14 +87,26 @@ _ERROR_SCHEMA: Schema = {
 }
 
 
-def openapi_document(version: str) -> Schema:
-    """Return the API as an OpenAPI 3.1 document."""
-    return {
+def openapi_document(version: str, *, open_paths: Collection[str] | None = None) -> Schema:
+    """Return the API as an OpenAPI 3.1 document.
+
+    Where keys are in use, `open_paths` are those that need none.
+    """
+    paths = {end.path: {end.method: _operation(end)} for end in _ENDPOINTS}
+    components: Schema = {"schemas": {"Error": _ERROR_SCHEMA}}
+    document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},
-        "paths": {end.path: {end.method: _operation(end)} for end in _ENDPOINTS},
-        "components": {"schemas": {"Error": _ERROR_SCHEMA}},
+        "paths": paths,
+        "components": components,
     }
+    if open_paths is not None:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        for end in _ENDPOINTS:
+            if end.path in open_paths:
+                paths[end.path][end.method]["security"] = []
+    return document
 
 
 def api_page() -> str:
@@ -134,6 +147,10 @@ def _page_lines() -> Iterator[str]:
     yield "`null` is as good as absent. An unknown field is refused with 400, and so is every value"
     yield "outside of what is given here, in the form of [errors.md](errors.md). The endpoints are"
     yield "OpenAI's and vLLM's."
+    yield ""
+    yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
+    yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
+    yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"

@@ -18,14 +18,14 @@ from jaxserve.openai.fields import (
     Text,
     TokenIds,
     Values,
-    decode_json,
     read_object,
     table,
 )
+from jaxserve.openai.json_body import decode_json
 from jaxserve.openai.messages import CONVERSATION_FIELDS, Conversation, read_conversation
 from jaxserve.openai.options import (
     LARGEST_BUDGET,
-    MAX_CHOICES,
+    MAX_SEQUENCES,
     MODEL,
     OPTION_FIELDS,
     GenerationOptions,
@@ -34,8 +34,8 @@ from jaxserve.openai.options import (
 )
 from jaxserve.types import MAX_LOGPROBS
 
-# More keep the event loop from everybody's streams.
-MAX_PROMPTS = 1024
+MAX_TOKEN_IDS = 1 << 19
+"""Ids of one request: more than any context holds, fewer than keep the event loop from streams."""
 
 Prompt = str | tuple[int, ...]
 """A prompt is text to tokenize, or token ids taken as they are."""
@@ -81,27 +81,36 @@ class DetokenizeRequest:
     tokens: tuple[int, ...]
 
 
-class _Prompts:
-    """A text, a list of token ids, or a list of either."""
-
-    def __call__(self, value: object, path: str) -> tuple[Prompt, ...]:
-        if isinstance(value, list) and not (value and type(value[0]) is int):
-            return ListOf(_Prompt(), min_items=1, max_items=MAX_PROMPTS)(value, path)
-        return (_Prompt()(value, path),)
-
-    def schema(self) -> Schema:
-        many = ListOf(_Prompt(), min_items=1, max_items=MAX_PROMPTS).schema()
-        return {"anyOf": [Text().schema(), TokenIds(1).schema(), many]}
+_PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
 
 
 class _Prompt:
     """A text, or a list of token ids."""
 
     def __call__(self, value: object, path: str) -> Prompt:
-        return TokenIds(1)(value, path) if isinstance(value, list) else Text()(value, path)
+        return _PROMPT_IDS(value, path) if isinstance(value, list) else Text()(value, path)
 
     def schema(self) -> Schema:
-        return {"anyOf": [Text().schema(), TokenIds(1).schema()]}
+        return {"anyOf": [Text().schema(), _PROMPT_IDS.schema()]}
+
+
+class _Prompts:
+    """A text, a list of token ids, or a list of either."""
+
+    _many = ListOf(_Prompt(), min_items=1, max_items=MAX_SEQUENCES)
+
+    def __call__(self, value: object, path: str) -> tuple[Prompt, ...]:
+        if not isinstance(value, list) or (value and type(value[0]) is int):
+            return (_Prompt()(value, path),)
+        num_ids = sum(len(each) for each in value if isinstance(each, list))
+        if num_ids > MAX_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"{path} holds {num_ids} token ids; at most {MAX_TOKEN_IDS} are read.", param=path
+            )
+        return self._many(value, path)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [Text().schema(), _PROMPT_IDS.schema(), self._many.schema()]}
 
 
 _CHAT_MAX_TOKENS: Field[int | None] = Field(
@@ -114,7 +123,7 @@ _MAX_COMPLETION_TOKENS: Field[int | None] = Field(
     "max_completion_tokens", _CHAT_MAX_TOKENS.read, None, "the newer name of max_tokens"
 )
 _CHAT_ECHO = Field(
-    "echo", Boolean(), False, "let the text of the model's message that is continued come first"
+    "echo", Boolean(), False, "let the text of the last message come first, where it is the model's"
 )
 _CHAT_LOGPROBS = Field(
     "logprobs", Boolean(), False, "tell the log-probabilities of the answer's tokens"
@@ -151,7 +160,11 @@ CHAT_FIELDS = table(
 )
 
 _PROMPT: Field[tuple[Prompt, ...]] = Field(
-    "prompt", _Prompts(), (), "a text, token ids, or a list of either", required=True
+    "prompt",
+    _Prompts(),
+    (),
+    f"a text, token ids, or a list of either; prompts times n: at most {MAX_SEQUENCES}",
+    required=True,
 )
 _MAX_TOKENS: Field[int | None] = Field(
     "max_tokens",
@@ -163,7 +176,9 @@ _ECHO = Field("echo", Boolean(), False, "let the prompt's text precede the answe
 _ADD_SPECIAL_TOKENS = Field(
     "add_special_tokens", Boolean(), True, "let a text begin with the model's first token"
 )
-_BEST_OF: Field[int | None] = Field("best_of", Integer(1, MAX_CHOICES), None, "only the value of n")
+_BEST_OF: Field[int | None] = Field(
+    "best_of", Integer(1, MAX_SEQUENCES), None, "only the value of n"
+)
 _LOGPROBS: Field[int | None] = Field(
     "logprobs",
     Integer(0, MAX_LOGPROBS),
@@ -191,7 +206,9 @@ _RETURN_TOKEN_STRS = Field(
 TOKENIZE_FIELDS = table((MODEL, _TEXT, _ADD_SPECIAL_TOKENS, _RETURN_TOKEN_STRS))
 TOKENIZE_CHAT_FIELDS = table((MODEL, *CONVERSATION_FIELDS, _RETURN_TOKEN_STRS))
 
-_TOKENS: Field[tuple[int, ...]] = Field("tokens", TokenIds(), (), "the ids", required=True)
+_TOKENS: Field[tuple[int, ...]] = Field(
+    "tokens", TokenIds(0, MAX_TOKEN_IDS), (), "the ids", required=True
+)
 DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
 
 
@@ -227,11 +244,16 @@ def parse_completion(body: bytes) -> CompletionRequest:
             f"best_of={best_of} is not supported by this server unless it equals n={n}.",
             param="best_of",
         )
+    prompts = values[_PROMPT]
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts times n={n} exceed {MAX_SEQUENCES} sequences.", param="n"
+        )
     max_tokens = values[_MAX_TOKENS]
     if max_tokens == 0 and not values[_ECHO]:
         raise InvalidRequestError("max_tokens may be 0 only with echo.", param="max_tokens")
     return CompletionRequest(
-        prompts=values[_PROMPT],
+        prompts=prompts,
         add_special_tokens=values[_ADD_SPECIAL_TOKENS],
         options=read_options(
             values, max_tokens=max_tokens, logprobs=values[_LOGPROBS], echo=values[_ECHO]

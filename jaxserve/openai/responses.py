@@ -19,6 +19,9 @@ FinishReason = Literal["stop", "length"]
 
 STREAM_END = b"data: [DONE]\n\n"
 
+_MAX_MESSAGE_CHARS = 2048
+_MAX_PARAM_CHARS = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
@@ -61,10 +64,19 @@ class Choice:
 class Answer(ABC):
     """Writes one request's answer, whole or in chunks; choice i belongs to prompt i // n.
 
+    Attributes:
+        prompt_param: the request's field that holds the prompts.
+        default_max_tokens: OpenAI's budget of a request that names none; None: all of the context.
+        tells_echo: an echoed prompt's tokens are told with the answer's.
+
     Args:
         prompts: the prompts' token ids, written where `return_token_ids`.
     """
 
+    prompt_param: ClassVar[str]
+    default_max_tokens: ClassVar[int | None]
+    tells_echo: ClassVar[bool]
+    id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     _text_head: ClassVar[bytes]
@@ -73,14 +85,14 @@ class Answer(ABC):
     def __init__(
         self,
         *,
-        id: str,
+        request_id: str,
         created: int,
         model: str,
         prompts: Sequence[tuple[int, ...]],
         n: int,
         return_token_ids: bool,
     ) -> None:
-        self._meta = {"id": id, "created": created, "model": model}
+        self._meta = {"id": self.id_prefix + request_id, "created": created, "model": model}
         self._prompts = prompts
         self._n = n
         self._return_token_ids = return_token_ids
@@ -181,6 +193,10 @@ class Answer(ABC):
 class ChatAnswer(Answer):
     """Writes chat completions."""
 
+    prompt_param = "messages"
+    default_max_tokens = None
+    tells_echo = False
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     _text_head = b'[{"index":%d,"delta":{"content":'
@@ -226,6 +242,10 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     """Writes completions."""
 
+    prompt_param = "prompt"
+    default_max_tokens = 16
+    tells_echo = True
+    id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
     _text_head = b'[{"index":%d,"text":'
@@ -274,13 +294,16 @@ class CompletionAnswer(Answer):
 
 
 def error_body(error: ApiError) -> bytes:
-    """Write an error; the shape is the same in a body and in a stream."""
+    """Write an error; the shape is the same in a body and in a stream.
+
+    What a message or a path quotes of the request may be as long as that.
+    """
     return orjson.dumps(
         {
             "error": {
-                "message": error.message,
+                "message": error.message[:_MAX_MESSAGE_CHARS],
                 "type": error.type,
-                "param": error.param,
+                "param": error.param and error.param[:_MAX_PARAM_CHARS],
                 "code": error.code,
             }
         }

@@ -223,7 +223,9 @@ async def test_usage_in_every_chunk_where_asked(serve: Serve, path: str) -> None
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+@pytest.mark.parametrize(
+    "options", [None, {}, {"include_usage": False}, {"continuous_usage_stats": True}]
+)
 async def test_no_usage_unasked(serve: Serve, options: dict[str, bool] | None) -> None:
     reply = await post(serve(FakeEngine()), COMPLETIONS, {**PROMPT, "stream_options": options})
     assert b"usage" not in reply.body

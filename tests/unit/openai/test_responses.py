@@ -2,17 +2,19 @@ import json
 
 import pytest
 
-from jaxserve.errors import ContextLengthError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer, Usage, error_body
 
 
-def answer(kind: type[ChatAnswer] | type[CompletionAnswer], *, token_ids: bool = False) -> Answer:
-    return kind(id='x"y', created=1, model="m", prompts=[(2, 3)], n=2, return_token_ids=token_ids)
+def answer(kind: type[Answer], *, token_ids: bool = False) -> Answer:
+    return kind(
+        request_id='x"y', created=1, model="m", prompts=[(2, 3)], n=2, return_token_ids=token_ids
+    )
 
 
 @pytest.mark.parametrize("kind", [ChatAnswer, CompletionAnswer])
 def test_text_chunk_is_the_object_it_stands_for(
-    kind: type[ChatAnswer] | type[CompletionAnswer],
+    kind: type[Answer],
 ) -> None:
     text = 'a"\\\n\u2028é🙂'
     frame = answer(kind, token_ids=True).text_chunk(1, text, (5, 6))
@@ -20,7 +22,7 @@ def test_text_chunk_is_the_object_it_stands_for(
     body = {"delta": {"content": text}} if kind is ChatAnswer else {"text": text}
     assert chunk == {
         "object": kind.chunk_object,
-        "id": 'x"y',
+        "id": kind.id_prefix + 'x"y',
         "created": 1,
         "model": "m",
         "choices": [
@@ -39,6 +41,11 @@ def test_usage() -> None:
     usage = Usage(prompt_tokens=5, completion_tokens=7, cached_tokens=2).to_wire()
     assert usage["total_tokens"] == 12
     assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+def test_a_refusal_quotes_no_more_than_a_piece_of_the_request() -> None:
+    error = InvalidRequestError("x" * 10**6, param="y" * 10**6)
+    assert len(error_body(error)) < 3000
 
 
 def test_error_body() -> None:
