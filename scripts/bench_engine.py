@@ -185,7 +185,11 @@ def running_engine(
 ) -> Iterator[tuple[Generate, EngineCore]]:
     """Run the engine on a thread, with the server's own defaults."""
     options = LoadOptions(
-        dtype=dtype, max_model_len=None, max_batch=max_batch, kv_cache_bytes=kv_cache_bytes
+        dtype=dtype,
+        max_model_len=None,
+        max_batch=max_batch,
+        kv_cache_bytes=kv_cache_bytes,
+        tokens_per_resume_point=ServeConfig().tokens_per_resume_point,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)
     scheduler = make_scheduler(

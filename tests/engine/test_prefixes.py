@@ -119,6 +119,6 @@ def test_tokens_stay_the_same_where_pages_are_evicted_and_requests_preempted(
         engine.submit(request)
     engine.step()
     engine.run_until_idle()
-    assert engine.scheduler.tree.num_evicted > 0
+    assert engine.scheduler.pages.tree.num_evicted > 0
     assert engine.num_preemptions > 0
     assert [engine.tokens_of(request.request_id) for request in requests] == alone
