@@ -75,13 +75,20 @@ class Metrics:
         self._waiting = self._gauge(
             "num_requests_waiting", "Sequences that wait for a slot or for pages."
         )
-        self._pages_free = self._gauge("kv_pages_free", "KV pages nobody holds.", "kind")
-        self._pages_used = self._gauge("kv_pages_used", "KV pages that sequences hold.", "kind")
-        self._pages_cached = self._gauge(
-            "kv_pages_cached",
-            "KV pages of cached prefixes that nobody uses: evicted when needed.",
-            "kind",
-        )
+        self._pages = [
+            (
+                self._gauge(f"{kind}_free", f"{text} that nobody holds."),
+                self._gauge(f"{kind}_used", f"{text} that sequences hold."),
+                self._gauge(
+                    f"{kind}_cached",
+                    f"{text} of cached prefixes that nobody uses: evicted when needed.",
+                ),
+            )
+            for kind, text in (
+                ("kv_pages", "Full-attention KV pages"),
+                ("kv_sliding_pages", "Sliding layers' KV pages"),
+            )
+        ]
         self._resume_points = self._gauge(
             "resume_points", "Positions of cached prefixes that sliding layers can go on from."
         )
@@ -154,11 +161,10 @@ class Metrics:
     def set_pages(self, full: tuple[int, int, int], sliding: tuple[int, int, int]) -> None:
         """Set the gauges of both kinds' free, used and cached pages; the last are not in use."""
         usages = []
-        for kind, (num_free, num_used, num_cached) in (("full", full), ("sliding", sliding)):
-            self._pages_free.labels(kind=kind).set(num_free)
-            self._pages_used.labels(kind=kind).set(num_used)
-            self._pages_cached.labels(kind=kind).set(num_cached)
-            usages.append(num_used / max(num_free + num_used + num_cached, 1))
+        for gauges, counts in zip(self._pages, (full, sliding), strict=True):
+            for gauge, count in zip(gauges, counts, strict=True):
+                gauge.set(count)
+            usages.append(counts[1] / max(sum(counts), 1))
         self._kv_usage.set(max(usages))
 
     def set_resume_points(self, count: int) -> None:
@@ -172,8 +178,8 @@ class Metrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"jaxserve_{name}", text, labels, registry=self._registry)
 
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"jaxserve_{name}", text, labels, registry=self._registry)
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"jaxserve_{name}", text, registry=self._registry)
 
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S

@@ -94,8 +94,8 @@ class GenerationRequest:
 
     `request_id` is unique among live sequences; `prompt_ids` is not empty. Of those that wait the
     one with the least `priority` comes first, then the earliest. Only requests of one `cache_salt`
-    share cached prefixes; what one with a `session` leaves in the cache is kept longer. Later requests
-    may part from this one at `resume_points`, positions of the prompt: it is made easy to go on there.
+    share cached prefixes; what one with a `session` leaves in the cache is kept longer. At
+    `resume_points`, positions of its prompt, later requests are likely to part from it.
     """
 
     request_id: str

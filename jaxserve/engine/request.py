@@ -7,9 +7,9 @@ Positions of a sequence of P prompt ids and G settled output ids, all half-open:
     [0, len(pages) * page_size)             covered by full-attention pages; those of
                                             [0, len(path) * page_size) are the prefix tree's, whose
                                             nodes are locked
-    [sliding_start, sliding_end)            covered by sliding pages, counted in pages: the window
-                                            and some before it
-    [num_computed_tokens, full_start)       shared with others: only sliding layers compute them anew
+    [sliding_start, sliding_end)            pages, not positions: covered by sliding pages, which
+                                            is the window and a little before it
+    [num_computed_tokens, full_start)       shared with others: computed for sliding layers alone
     [P, P + G)                              output ids that the host has read
     [P + G, P + num_sampled_tokens)         output ids that only the device has, or will have
 
@@ -47,7 +47,7 @@ class Request:
             never got there.
         named_points: positions of the prompt that it wants resume points at.
         pages: full-attention pages of its positions, in order; those of `path` are the tree's.
-        sliding_pages: those of [sliding_start, sliding_end), the tree's where its node has the same.
+        sliding_pages: those of [sliding_start, sliding_end); the tree's where a node has the same.
         root: where the path begins; locked, as the path is, while RUNNING.
         is_off_tree: another request entered the ids after `path` first.
         num_kept_pages: pages that are in the tree, and their sliding pages wherever it lacked them.

@@ -1,9 +1,10 @@
 """Attention over paged keys and values, one function for decode steps and prefill blocks alike.
 
 A row is a run of T consecutive positions of one sequence (T = 1 in decode) with that sequence's
-page tables, one for each kind of attention. R rows, T queries a row, H query heads, K kv heads, G = H/K, Q = T·G, E head dim,
-X = K·E, P pages, Z page size, M entries of a page table, C pages read at a time, S = C·Z. Products
-run over B = R·K, rows and kv heads as one leading axis: XLA's CPU backend copies otherwise.
+page tables, one for each kind of attention. R rows, T queries a row, H query heads, K kv heads,
+G = H/K, Q = T·G, E head dim, X = K·E, P pages, Z page size, M entries of a page table, C pages read
+at a time, S = C·Z. Products run over B = R·K, rows and kv heads as one leading axis: XLA's CPU
+backend copies otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ class PagedRows:
         start_R: int32, position of each row's first token.
         num_valid_R: int32 in [0, T]; tokens beyond are padding: they are written to the scratch
             page and their results mean nothing.
-        table_RM: int32, full-attention layers' page of positions [m·Z, (m + 1)·Z); SCRATCH_PAGE past
-            the sequence.
+        table_RM: int32, full-attention layers' page of positions [m·Z, (m + 1)·Z); SCRATCH_PAGE
+            past the sequence.
         sliding_table_RM: the same of sliding layers; before the row's window any page.
         full_start_R: int32, first position whose keys and values full-attention layers write: what
             they have of those before it is there, and shared with others.

@@ -11,7 +11,6 @@ from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
 from scripts.tpu_report import model_config
 
-
 # No page of the sliding kind costs anything.
 FULL_ONLY = PageMix(
     bytes_per_page=1_000,
