@@ -97,28 +97,22 @@ class Prefixes:
         )
 
     def is_being_computed(self, request: Request, found: Found, running: Sequence[Request]) -> bool:
-        """Say whether to wait for more of the request's prefix, which a running one computes.
-
-        That one is made to leave a resume point where the two part.
-        """
-        if not self.looks_up(request):
-            return False
-        num_usable = request.num_known_tokens - 1
+        """Say whether to wait for more of the request's prefix, which a running one computes."""
         for other in running:
-            is_prefilling = other.num_copyable_tokens < other.prefill_end
-            if not is_prefilling or other.cache_salt != request.cache_salt:
-                continue
-            num_shared = common_length(
-                request.known_ids(0, num_usable), other.known_ids(0, other.prefill_end)
-            )
+            num_shared = self._num_shared(request, other)
             # Less than a page is sooner computed than waited for.
             if num_shared > other.num_copyable_tokens and (
                 num_shared - found.start >= self._page_size
             ):
-                self._want_branch(other, num_shared)
-                self._make_points(other)
                 return True
         return False
+
+    def expect(self, request: Request, running: Request) -> None:
+        """Let a running request that computes a waiting one's prefix leave a point at its end."""
+        num_shared = self._num_shared(request, running)
+        if num_shared >= self._page_size:
+            self._want_branch(running, num_shared)
+            self._make_points(running)
 
     def take(self, batch: Batch, request: Request, found: Found) -> None:
         """Give an admitted request what was found: whole pages, and a copy of a part of one."""
@@ -196,6 +190,18 @@ class Prefixes:
             point.kept_until_s = max(point.kept_until_s, kept_until_s)
 
     # Inside
+
+    def _num_shared(self, request: Request, other: Request) -> int:
+        """Return how many ids a waiting request shares with one that is prefilling."""
+        is_prefilling = other.num_copyable_tokens < other.prefill_end
+        if not (is_prefilling and self.looks_up(request)):
+            return 0
+        if request.cache_salt != other.cache_salt:
+            return 0
+        num_usable = request.num_known_tokens - 1
+        return common_length(
+            request.known_ids(0, num_usable), other.known_ids(0, other.prefill_end)
+        )
 
     def _tails(
         self, request: Request, match: Match, num_usable: int, running: Sequence[Request]

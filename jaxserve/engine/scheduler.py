@@ -11,6 +11,7 @@ one running request or is free; so does a page.
 from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk, smallest_extend
 from jaxserve.engine.batch import Batch, StepResults
@@ -108,6 +109,8 @@ class Scheduler:
             raise InvariantError(f"request id {request.request_id!r} is live already")
         self._live[request.request_id] = request
         insort_right(self._waiting, request, key=_order)
+        for other in self._running:
+            self._prefixes.expect(request, other)
 
     def abort(
         self, request_id: str, now_s: float, reason: EndedBy = "abort"
@@ -349,6 +352,8 @@ class Scheduler:
                 batch.num_cached += request.num_cached_tokens
         insort_right(self._running, request, key=_order)
         batch.admitted.append(request)
+        for other in islice(self._waiting, self._num_slots):
+            self._prefixes.expect(other, request)
         return request
 
     def _preempt_latest(self, batch: Batch) -> None:
