@@ -21,9 +21,13 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
 POSITIONS = (5, 16, 31, 40)
 
 
+def pages_of(slot: int, first: int) -> list[int]:
+    return list(range(first + slot, first + slot + 4 * 6, 4))
+
+
 PAGES: dict[AttentionKind, list[list[int]]] = {
-    kind: [list(range(first + slot, first + slot + 4 * 6, 4)) for slot in range(4)]
-    for kind, first in (("full", 1), ("sliding", 60))
+    "full": [pages_of(slot, 1) for slot in range(4)],
+    "sliding": [pages_of(slot, 60) for slot in range(4)],
 }
 
 

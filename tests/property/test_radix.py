@@ -164,6 +164,7 @@ class RadixMachine(RuleBasedStateMachine):
             taken = self.take(1, 1)
             if taken is None:
                 self.running.remove(sequence)
+                sequence.num_computed = len(match.nodes) * SIZE
                 self.leave(sequence, 0.0)
                 return
             ([page], [sliding_page]) = taken
@@ -318,7 +319,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 def run(num_examples: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         RadixMachine,
         settings=settings(max_examples=num_examples, stateful_step_count=350, deadline=None),
     )
