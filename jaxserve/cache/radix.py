@@ -16,7 +16,7 @@ Sliding layers' pages come and go on their own (cache/sliding.py).
 """
 
 import itertools
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -147,16 +147,26 @@ class RadixTree:
         node's own page is another. The sliding page, unless it is -1, becomes the node's if that
         has none, held by the caller; else it stays the caller's as well.
         """
-        node = parent.children.get(tokens)
-        is_new = node is None
-        if node is None:
-            node = self._add(parent, tokens, page, ready_step, session)
-        else:
-            self.lock(node, session)
-        if sliding_page >= 0 > node.sliding_page:
-            self.adopt(node, sliding_page, ready_step)
-        if is_new:
-            self._remove_outgrown(parent, node)
+        known = parent.children.get(tokens)
+        if known is not None:
+            self.lock(known, session)
+            if sliding_page >= 0 > known.sliding_page:
+                self.adopt(known, sliding_page, ready_step)
+            return known
+        if parent.num_locks < 1 or not 0 < len(tokens) <= self._page_size:
+            raise InvariantError(f"{len(tokens)} ids cannot be inserted here")
+        if not parent.is_root and len(parent.tokens) < self._page_size:
+            raise InvariantError("a page that is not full has a page after it")
+        node = Node(parent, tokens, page, ready_step, session)
+        node.num_locks = 1
+        at = bisect_left(parent.order, tokens)
+        parent.order.insert(at, tokens)
+        parent.children[tokens] = node
+        self.num_nodes += 1
+        if sliding_page >= 0:
+            self.sliding.adopt(node, sliding_page)
+        if at:
+            self._remove_if_outgrown(parent.children[parent.order[at - 1]], node)
         return node
 
     def adopt(self, node: Node, sliding_page: int, ready_step: int) -> None:
@@ -214,27 +224,10 @@ class RadixTree:
 
     # Inside
 
-    def _add(
-        self, parent: Node, tokens: Tokens, page: int, ready_step: int, session: str | None
-    ) -> Node:
-        if parent.num_locks < 1 or not 0 < len(tokens) <= self._page_size:
-            raise InvariantError(f"{len(tokens)} ids cannot be inserted here")
-        if not parent.is_root and len(parent.tokens) < self._page_size:
-            raise InvariantError("a page that is not full has a page after it")
-        node = Node(parent, tokens, page, ready_step, session)
-        node.num_locks = 1
-        parent.children[tokens] = node
-        insort(parent.order, tokens)
-        self.num_nodes += 1
-        return node
-
-    def _remove_outgrown(self, parent: Node, node: Node) -> None:
-        """Remove the unused leaf that a node goes on from: the node's page holds all of its ids."""
-        at = bisect_left(parent.order, node.tokens)
-        tokens = parent.order[at - 1] if at else node.tokens
-        leaf = parent.children[tokens]
+    def _remove_if_outgrown(self, leaf: Node, node: Node) -> None:
+        """Remove an unused leaf that a node goes on from: the node's page holds all of its ids."""
         is_unused = not (leaf.num_locks or leaf.children)
-        if is_unused and node.tokens[: len(tokens)] == tokens:
+        if is_unused and node.tokens[: len(leaf.tokens)] == leaf.tokens:
             self.sliding.move_point(leaf, node)
             self._remove(leaf)
 
