@@ -44,6 +44,11 @@ class ServeConfig:
     kv_cache_bytes: int | None = flag(
         "bytes of KV pages; default: what the device leaves, on a CPU 1 GiB", None, metavar="N"
     )
+    tokens_per_resume_point: int = flag(
+        "cached tokens for which sliding layers' pages shall hold one point to resume from",
+        8192,
+        metavar="N",
+    )
     max_waiting_requests: int = flag(
         "sequences that may wait for their first token; more are refused with 429",
         1024,
@@ -103,6 +108,7 @@ class ServeConfig:
             "max_batch": 1,
             "max_model_len": 2,
             "kv_cache_bytes": 1,
+            "tokens_per_resume_point": 1,
             "max_waiting_requests": 1,
             "max_waiting_tokens": 1,
             "prefill_stall_factor": 0,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.models.windows import Windows
 from jaxserve.types import RequestFinished, SamplingParams
 from tests.fakes import (
     FAKE_BUCKETS,
@@ -34,11 +35,16 @@ class Planned:
     priority: int
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    cache_salt: str | None
+    session: str | None
+    resume_points: tuple[int, ...]
+    repeats: bool
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
-        """Begin with what all requests begin with; the rest is this one's alone."""
+        """Begin with what all requests begin with; the rest is this one's alone, or is repeated."""
+        own = 0 if self.repeats else number
         return tuple(
-            (i if i < self.num_shared else 13 * number + i) % FAKE_VOCAB_SIZE
+            (i if i < self.num_shared else 13 * own + i) % FAKE_VOCAB_SIZE
             for i in range(self.num_prompt)
         )
 
@@ -58,7 +64,11 @@ def planned_requests(draw: st.DrawFn) -> Planned:
         abort_step=draw(st.none() | st.none() | st.integers(submit_step, submit_step + 30)),
         priority=draw(st.just(0) | st.integers(-1, 1)),
         num_logprobs=draw(st.none() | st.integers(0, 3)),
-        num_prompt_logprobs=draw(st.none() | st.integers(0, 3)),
+        num_prompt_logprobs=draw(st.none() | st.none() | st.integers(0, 3)),
+        cache_salt=draw(st.none() | st.none() | st.sampled_from(["", "a"])),
+        session=draw(st.none() | st.sampled_from(["x", "y"])),
+        resume_points=tuple(draw(st.lists(st.integers(0, num_prompt + 1), max_size=3))),
+        repeats=draw(st.booleans()),
     )
 
 
@@ -81,6 +91,9 @@ def run(engine: SteppedEngine, plan: list[Planned]) -> None:
                     num_logprobs=planned.num_logprobs,
                     num_prompt_logprobs=planned.num_prompt_logprobs,
                     priority=planned.priority,
+                    cache_salt=planned.cache_salt,
+                    session=planned.session,
+                    resume_points=planned.resume_points,
                 )
             if planned.abort_step == step:
                 is_any = True
@@ -114,25 +127,40 @@ def assert_told(
 @given(
     plan=st.lists(planned_requests(), min_size=2, max_size=8),
     num_spare_pages=st.integers(0, 4),
+    num_spare_sliding_pages=st.integers(0, 6),
+    window=st.sampled_from([2, 3, 5, 8, 9, MAX_MODEL_LEN]),
+    reuses_prefixes=st.sampled_from([True, True, True, False]),
     num_slots=st.integers(2, 5),
     num_buckets=st.integers(1, 3),
 )
 def test_every_request_gets_what_it_gets_alone(
-    plan: list[Planned], num_spare_pages: int, num_slots: int, num_buckets: int
+    plan: list[Planned],
+    num_spare_pages: int,
+    num_spare_sliding_pages: int,
+    window: int,
+    reuses_prefixes: bool,
+    num_slots: int,
+    num_buckets: int,
 ) -> None:
+    # As few pages as one sequence of full length needs, or a few more.
+    windows = Windows(page_size=PAGE_SIZE, window=window)
+    num_pages = MAX_MODEL_LEN // PAGE_SIZE
     engine = SteppedEngine(
         FakeRunner(
-            num_pages=1 + MAX_MODEL_LEN // PAGE_SIZE + num_spare_pages,
+            num_pages=1 + num_pages + num_spare_pages,
+            num_sliding_pages=1 + min(num_pages, windows.row_pages) + num_spare_sliding_pages,
+            window=window,
             page_size=PAGE_SIZE,
             num_slots=num_slots,
             max_model_len=MAX_MODEL_LEN,
             extend_buckets=FAKE_BUCKETS[:num_buckets],
-        )
+        ),
+        reuses_prefixes=reuses_prefixes,
     )
     run(engine, plan)
 
     event("preempted" if engine.runner.calls.count("open_slot") > len(plan) else "not preempted")
-    assert engine.scheduler.num_pages_held == 0
+    engine.scheduler.check_idle()
     assert engine.runner.max_unread <= 4
     for number, planned in enumerate(plan):
         request_id = str(number)
