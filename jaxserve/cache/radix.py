@@ -36,6 +36,7 @@ class Node:
         num_locks: requests that use it.
         ready_step: the step that computes it; it may be copied in later ones.
         kept_until_s: it is evicted before that only where nothing else can be.
+        session: the only one whose requests have used it; None: they had none, or several.
     """
 
     __slots__ = (
@@ -46,15 +47,24 @@ class Node:
         "page",
         "parent",
         "ready_step",
+        "session",
         "tokens",
         "used_at",
     )
 
-    def __init__(self, parent: "Node | None", tokens: Tokens, page: int, ready_step: int) -> None:
+    def __init__(
+        self,
+        parent: "Node | None",
+        tokens: Tokens,
+        page: int,
+        ready_step: int,
+        session: str | None = None,
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.page = page
         self.ready_step = ready_step
+        self.session = session
         self.children: dict[Tokens, Node] = {}
         # The children's tokens, sorted: the one that shares most with given ids is next to them.
         self.order: list[Tokens] = []
@@ -134,12 +144,31 @@ class RadixTree:
         tail, num_tail = node.closest_child(ids[start : start + size])
         return Match(root, nodes, tail, num_tail)
 
-    def lock(self, node: Node) -> None:
-        """Keep a node, whose parent must be locked, from being evicted."""
+    def continuations(self, salt: Salt, ids: Tokens) -> tuple[int, tuple[int, ...]]:
+        """Return how many ids are cached from the first on, and which ids are cached after those.
+
+        The latter ascend; there are none where a cached sequence ends.
+        """
+        match = self.match(salt, ids)
+        start = len(match.nodes) * self._page_size
+        shared = ids[start : start + match.num_tail]
+        parent = match.nodes[-1] if match.nodes else match.root
+        following: dict[int, None] = {}
+        for tokens in parent.order[bisect_left(parent.order, shared) :]:
+            if tokens[: len(shared)] != shared:
+                break
+            if len(tokens) > len(shared):
+                following[tokens[len(shared)]] = None
+        return start + match.num_tail, tuple(following)
+
+    def lock(self, node: Node, session: str | None = None) -> None:
+        """Keep a node, whose parent must be locked, from being evicted, for a session's request."""
         if isinstance(node, Root):
             self._roots[node.salt] = node
         elif node.num_locks == 0:
             self.num_evictable -= 1
+        if node.session != session:
+            node.session = None
         node.num_locks += 1
 
     def unlock(self, node: Node, *, kept_until_s: float = 0.0) -> None:
@@ -161,14 +190,21 @@ class RadixTree:
                 self._leaves = [each for each in self._leaves if self._is_offered(each[1], each[0])]
                 heapq.heapify(self._leaves)
 
-    def insert(self, parent: Node, tokens: Tokens, page: int, ready_step: int) -> Node:
+    def insert(
+        self,
+        parent: Node,
+        tokens: Tokens,
+        page: int,
+        ready_step: int,
+        session: str | None = None,
+    ) -> Node:
         """Return the node of these ids below a locked one, and lock it.
 
         Where it is new, the page is the tree's from now on; else it stays the caller's, and the
         node's own page is another.
         """
         if tokens in parent.children:
-            self.lock(parent.children[tokens])
+            self.lock(parent.children[tokens], session)
             return parent.children[tokens]
         if parent.num_locks < 1 or not 0 < len(tokens) <= self._page_size:
             raise InvariantError(f"{len(tokens)} ids cannot be inserted here")
@@ -176,7 +212,7 @@ class RadixTree:
             raise InvariantError("a page that is not full has a page after it")
         at = bisect_left(parent.order, tokens)
         before = parent.children[parent.order[at - 1]] if at else None
-        node = Node(parent, tokens, page, ready_step)
+        node = Node(parent, tokens, page, ready_step, session)
         node.num_locks = 1
         parent.children[tokens] = node
         insort(parent.order, tokens)
@@ -205,6 +241,17 @@ class RadixTree:
         for _ in range(count):
             self._remove(self._next_victim(0.0))
         return count
+
+    def drop_session(self, session: str) -> int:
+        """Evict what only this session has used and no request uses; O(nodes).
+
+        Returns how many pages that were.
+        """
+        num_free = self._pool.num_free
+        for node in reversed([node for node in self._walk() if node.session == session]):
+            if not node.num_locks and not node.children:
+                self._remove(node)
+        return self._pool.num_free - num_free
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless locks, counts and owners add up; O(nodes)."""

@@ -195,6 +195,18 @@ class Scheduler:
         request = self._live.get(request_id)
         return None if request is None else self._finish(request, reason, now_s)
 
+    def flush_cache(self) -> int:
+        """Drop all that no request uses; return the pages freed."""
+        return self.tree.flush()
+
+    def release_session(self, session: str) -> int:
+        """Drop what only this session has used and no request uses; return the pages freed."""
+        return self.tree.drop_session(session)
+
+    def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return how many of the ids are cached, and which ids are cached at the next position."""
+        return self.tree.continuations(salt, ids)
+
     def schedule(self, now_s: float) -> Batch | None:
         """Plan the next step, as if what is in flight had settled.
 
@@ -534,7 +546,7 @@ class Scheduler:
         request.root = match.root
         self.tree.lock(match.root)
         for node in match.nodes:
-            self.tree.lock(node)
+            self.tree.lock(node, request.session)
         request.path = match.nodes
         request.pages = [node.page for node in match.nodes]
         request.num_computed_tokens = len(match.nodes) * self._page_size
@@ -594,7 +606,9 @@ class Scheduler:
                 request.is_off_tree = True
             else:
                 page = request.pages[len(request.path)]
-                request.path.append(self.tree.insert(request.tip, tokens, page, self._step))
+                request.path.append(
+                    self.tree.insert(request.tip, tokens, page, self._step, request.session)
+                )
 
     def _leave_computed(self, request: Request) -> None:
         """Enter all pages of a request that ends; free those that the tree has already."""
@@ -605,7 +619,7 @@ class Scheduler:
             if end - start < self._page_size and num_held == len(tokens):
                 return  # a page that goes on from there holds all of this one
             page = request.pages[len(request.path)]
-            node = self.tree.insert(request.tip, tokens, page, self._step)
+            node = self.tree.insert(request.tip, tokens, page, self._step, request.session)
             if node.page != page:
                 self.pool.release([page])
                 request.pages[len(request.path)] = node.page

@@ -47,6 +47,15 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
         """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
 
+    async def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; return how many pages that were."""
+
+    async def release_session(self, session: str) -> int:
+        """Drop what only this session has in the cache; return how many pages that were."""
+
+    async def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return how many of the ids are cached, and which ids are cached at the next position."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

@@ -12,6 +12,7 @@ from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
 from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
+from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
 from jaxserve.http.middleware import header_request_id
@@ -33,9 +34,13 @@ from jaxserve.openai.messages import Conversation
 from jaxserve.openai.pages import openapi_document
 from jaxserve.openai.requests import (
     ChatCompletionRequest,
+    CompletionRequest,
     parse_chat_completion,
     parse_completion,
     parse_detokenize,
+    parse_explain,
+    parse_flush,
+    parse_release,
     parse_tokenize,
 )
 from jaxserve.openai.responses import ChatAnswer, CompletionAnswer, model_object
@@ -67,6 +72,9 @@ class Endpoints:
             Route("/v1/chat/completions/render", self.render, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/cache/explain", self.explain_cache, methods=["POST"]),
+            Route("/v1/cache/release", self.release_cache, methods=["POST"]),
+            Route("/v1/cache/flush", self.flush_cache, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -98,12 +106,7 @@ class Endpoints:
         request = parse_completion(await self._body(http))
         options = request.options
         _accept(options.model, options.request_id, http, model)
-        prompts = await completion_prompts(
-            request.prompts,
-            model,
-            add_special_tokens=request.add_special_tokens,
-            keep=prompt_limit(options, model, CompletionAnswer),
-        )
+        prompts = await self._completion_prompts(request, model)
         return await generate(
             http,
             self._engine,
@@ -167,6 +170,28 @@ class Endpoints:
         check_vocabulary(request.tokens, model, param="tokens")
         return _json({"prompt": await decode(request.tokens, model, skip_special_tokens=False)})
 
+    async def explain_cache(self, http: HttpRequest) -> Response:
+        """Tell what is cached of a prompt, and where it first differs from that."""
+        model = self._ready_model()
+        request = parse_explain(await self._body(http))
+        options = request.options
+        _accept(options.model, options.request_id, http, model)
+        if isinstance(request, ChatCompletionRequest):
+            prompt = await self._chat_prompt(request, model, must_fit=True)
+        else:
+            [prompt] = await self._completion_prompts(request, model)
+        return _json(await explain(prompt.token_ids, options.cache_salt, self._engine, model))
+
+    async def release_cache(self, http: HttpRequest) -> Response:
+        """Drop what only one session has in the cache."""
+        session = parse_release(await self._body(http))
+        return _json({"pages": await self._engine.release_session(session)})
+
+    async def flush_cache(self, http: HttpRequest) -> Response:
+        """Drop every cached prefix that no request uses."""
+        parse_flush(await self._body(http, may_be_empty=True))
+        return _json({"pages": await self._engine.flush_cache()})
+
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""
         model = self._loaded_model()
@@ -216,6 +241,16 @@ class Endpoints:
         keep = prompt_limit(request.options, model, ChatAnswer)
         return await self._render(request.conversation, model, keep=keep, must_fit=must_fit)
 
+    async def _completion_prompts(
+        self, request: CompletionRequest, model: ServedModel
+    ) -> list[EncodedPrompt]:
+        return await completion_prompts(
+            request.prompts,
+            model,
+            add_special_tokens=request.add_special_tokens,
+            keep=prompt_limit(request.options, model, CompletionAnswer),
+        )
+
     async def _render(
         self,
         conversation: Conversation,
@@ -229,8 +264,9 @@ class Endpoints:
             conversation, model, trusts_template=trusts_template, keep=keep, must_fit=must_fit
         )
 
-    async def _body(self, http: HttpRequest) -> bytes:
-        return await read_json_body(http, max_bytes=self._config.max_body_bytes)
+    async def _body(self, http: HttpRequest, *, may_be_empty: bool = False) -> bytes:
+        max_bytes = self._config.max_body_bytes
+        return await read_json_body(http, max_bytes=max_bytes, may_be_empty=may_be_empty)
 
     def _ready_model(self) -> ServedModel:
         phase = self._engine.status.phase
