@@ -138,6 +138,16 @@ class Generation:
         stats = self._stats[index]
         return 0 if stats is None else stats.num_cached_tokens
 
+    def times_s(self) -> tuple[float, float, float]:
+        """Tell when the first sequence started, the first token came, and the last sequence ended.
+
+        Seconds from the submission on, ascending; all sequences have ended.
+        """
+        stats = [each for each in self._stats if each is not None]
+        started_s = min((s.queue_s for s in stats if s.queue_s is not None), default=0.0)
+        first_s = min((s.ttft_s for s in stats if s.ttft_s is not None), default=started_s)
+        return started_s, first_s, max((s.total_s for s in stats), default=first_s)
+
     def _is_due(self, index: int, event: TokenOutput | RequestFinished) -> bool:
         is_abort = isinstance(event, RequestFinished) and event.reason == "abort"
         return is_abort or self._choices[index].prompt.are_complete

@@ -19,6 +19,7 @@ async def test_whole_answer(serve: Serve) -> None:
     assert reply.status == 200
     assert answer.pop("id") == f"chatcmpl-{reply.headers['x-request-id']}"
     assert isinstance(answer.pop("created"), int)
+    assert answer.pop("timings")["predicted_n"] == answer["usage"]["completion_tokens"]
     assert answer == {
         "object": "chat.completion",
         "model": "org/byte-model",
@@ -39,6 +40,15 @@ async def test_whole_answer(serve: Serve) -> None:
             "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
+
+
+async def test_timings_of_several_sequences(serve: Serve) -> None:
+    """From the first start over the first token to the last end, however they overlap."""
+    engine = FakeEngine(Script.say("yes", cached_tokens=3))
+    reply = await post(serve(engine), CHAT, {**HI, "n": 3})
+    timings = reply.json["timings"]
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (3, 13, 12)
+    assert (timings["queue_ms"], timings["prompt_ms"], timings["predicted_ms"]) == (1, 1, 1)
 
 
 async def test_prompt_is_the_template_with_one_bos(serve: Serve) -> None:
