@@ -5,7 +5,7 @@ It knows engine events and text, not OpenAI's JSON. Event loop only.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -88,10 +88,15 @@ class Generation:
         engine: Engine,
         requests: Sequence[GenerationRequest],
         choices: Sequence[ChoiceText],
+        on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
     ) -> None:
-        """Submit all sequences, or none where the engine refuses; choice i reads sequence i."""
+        """Submit all sequences, or none where the engine refuses; choice i reads sequence i.
+
+        `on_answer` gets each sequence that has come to its end.
+        """
         self._requests = requests
         self._choices = choices
+        self._on_answer = on_answer
         self._stats: list[RequestStats | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
         self._is_closed = False
@@ -177,6 +182,8 @@ class Generation:
         else:
             reason = "length" if choice.is_muted else event.reason
         self._reasons[index] = reason
+        if self._on_answer is not None:
+            self._on_answer(self._requests[index], choice)
         return Ending(index, text, reason, choice.stop_reason)
 
     def _abort_all(self) -> None:

@@ -1,6 +1,7 @@
 """The endpoints."""
 
 from collections.abc import Callable
+from functools import partial
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -11,6 +12,7 @@ from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
 from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
+from jaxserve.http.chats import Chats
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
@@ -20,7 +22,6 @@ from jaxserve.http.prompts import (
     Echo,
     EncodedPrompt,
     chat_echo,
-    chat_prompt,
     check_vocabulary,
     completion_echo,
     completion_prompts,
@@ -30,7 +31,6 @@ from jaxserve.http.prompts import (
 from jaxserve.http.sequences import prompt_limit
 from jaxserve.http.served_model import ServedModel
 from jaxserve.metrics import Metrics
-from jaxserve.openai.messages import Conversation
 from jaxserve.openai.pages import openapi_document
 from jaxserve.openai.requests import (
     ChatCompletionRequest,
@@ -63,6 +63,7 @@ class Endpoints:
         self._model = model
         self._config = config
         self._metrics = metrics
+        self._chats = Chats(config)
 
     def routes(self) -> list[Route]:
         """List all routes."""
@@ -95,9 +96,10 @@ class Endpoints:
             model,
             self._config,
             kind=ChatAnswer,
-            prompts=[await self._chat_prompt(request, model, must_fit=True)],
+            prompts=[await self._chats.prompt(request, model, must_fit=True)],
             echoes=[chat_echo(request.conversation) if request.options.echo else Echo()],
             options=request.options,
+            on_answer=partial(self._chats.remember, request, model),
         )
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -130,7 +132,7 @@ class Endpoints:
         model = self._loaded_model()
         request = parse_chat_completion(await self._body(http))
         _accept(request.options.model, request.options.request_id, http, model)
-        prompt = await self._chat_prompt(request, model)
+        prompt = await self._chats.prompt(request, model)
         text = prompt.text
         if text is None:  # it was cut
             text = await decode(prompt.token_ids, model, skip_special_tokens=False)
@@ -149,7 +151,7 @@ class Endpoints:
                 param="prompt",
             )
         else:
-            ids = (await self._render(request.source, model)).token_ids
+            ids = (await self._chats.render(request.source, model)).token_ids
         spellings = None
         if request.return_token_strs:
             spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
@@ -177,7 +179,7 @@ class Endpoints:
         options = request.options
         _accept(options.model, options.request_id, http, model)
         if isinstance(request, ChatCompletionRequest):
-            prompt = await self._chat_prompt(request, model, must_fit=True)
+            prompt = await self._chats.prompt(request, model, must_fit=True)
         else:
             [prompt] = await self._completion_prompts(request, model)
         return _json(await explain(prompt.token_ids, options.cache_salt, self._engine, model))
@@ -235,12 +237,6 @@ class Endpoints:
         open_paths = OPEN_PATHS if self._config.api_keys else None
         return _json(openapi_document(__version__, open_paths=open_paths))
 
-    async def _chat_prompt(
-        self, request: ChatCompletionRequest, model: ServedModel, *, must_fit: bool = False
-    ) -> EncodedPrompt:
-        keep = prompt_limit(request.options, model, ChatAnswer)
-        return await self._render(request.conversation, model, keep=keep, must_fit=must_fit)
-
     async def _completion_prompts(
         self, request: CompletionRequest, model: ServedModel
     ) -> list[EncodedPrompt]:
@@ -249,19 +245,6 @@ class Endpoints:
             model,
             add_special_tokens=request.add_special_tokens,
             keep=prompt_limit(request.options, model, CompletionAnswer),
-        )
-
-    async def _render(
-        self,
-        conversation: Conversation,
-        model: ServedModel,
-        *,
-        keep: int | None = None,
-        must_fit: bool = False,
-    ) -> EncodedPrompt:
-        trusts_template = self._config.trust_request_chat_template
-        return await chat_prompt(
-            conversation, model, trusts_template=trusts_template, keep=keep, must_fit=must_fit
         )
 
     async def _body(self, http: HttpRequest, *, may_be_empty: bool = False) -> bytes:

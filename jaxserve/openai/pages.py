@@ -174,6 +174,8 @@ def _page_lines() -> Iterator[str]:
     yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
     yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
     yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
+    yield ""
+    yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md)."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"
