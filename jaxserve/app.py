@@ -110,6 +110,8 @@ class _Server:
             lambda: self._model,
             config=HttpConfig(
                 max_body_bytes=config.max_body_bytes,
+                dropped_from_system=config.drop_from_system,
+                remembers_turns=not config.no_turn_memory,
                 heartbeat_s=config.heartbeat_s,
                 trust_request_chat_template=config.trust_request_chat_template,
                 api_keys=config.api_key,

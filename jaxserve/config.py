@@ -3,6 +3,7 @@
 The command line builds it, once; nothing else reads the environment.
 """
 
+import re
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -66,6 +67,19 @@ class ServeConfig:
         "seconds that a session's cached prefix outlasts others of its age", 60.0, metavar="S"
     )
     no_prefix_cache: bool = flag("compute every prompt whole", False, action="store_true")
+    no_turn_memory: bool = flag(
+        "tokenize the model's turns anew when they come back, instead of taking the generated ids",
+        False,
+        action="store_true",
+    )
+    drop_from_system: tuple[str, ...] = flag(
+        "regular expression; what it finds in system messages, line by line, is left out of"
+        " prompts, such as a time that would keep all that follows from being cached;"
+        " may be repeated",
+        (),
+        action="append",
+        metavar="REGEX",
+    )
     compile_cache: str | None = flag(
         "folder of compiled programs; default: in the user's cache folder; '' turns it off",
         None,
@@ -123,6 +137,11 @@ class ServeConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} is less than the least, {minimum}"
                 )
+        for pattern in self.drop_from_system:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"--drop-from-system {pattern!r} is wrong: {error}") from error
         if any(not key.strip() for key in self.api_key):
             raise ConfigError("--api-key is empty")
         if not 0 <= self.port <= 65535:

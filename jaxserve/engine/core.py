@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.engine.batch import Batch, StepResults
-from jaxserve.engine.inbox import Abort, Command, Inbox, Submit
+from jaxserve.engine.inbox import Abort, Ask, Command, Inbox, Submit
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import PendingTokens, Runner
 from jaxserve.engine.scheduler import Scheduler
@@ -153,6 +153,8 @@ class EngineCore:
             ended = self._scheduler.abort(command.request_id, self._clock(), command.reason)
             if ended is not None:
                 self._events.append(ended)
+        elif isinstance(command, Ask):
+            command.answer.set_result(command.run(self._scheduler))
         else:
             self._is_stopping = True
 
@@ -258,9 +260,12 @@ class EngineCore:
     def _end_all(self, error: EngineDeadError) -> None:
         """Close the inbox; fail every sequence without a terminal event: live, taken, queued."""
         self._commands += self._inbox.close()
-        submitted = (
-            command.request.request_id for command in self._commands if isinstance(command, Submit)
-        )
+        submitted = []
+        for command in self._commands:
+            if isinstance(command, Submit):
+                submitted.append(command.request.request_id)
+            elif isinstance(command, Ask):
+                command.answer.set_exception(error)
         # A dict keeps one of each: a fault within a Submit leaves its sequence in both places.
         failed = dict.fromkeys((*self._scheduler.live_ids(), *submitted))
         self._events += [RequestFailed(request_id, error) for request_id in failed]

@@ -9,7 +9,8 @@ from jaxserve.http.generation import Delta, Generation
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
-from jaxserve.openai.responses import STREAM_END, Answer, Choice, Usage
+from jaxserve.openai.responses import STREAM_END, Answer, Choice
+from jaxserve.openai.usage import Timings, Usage
 
 Logprobs = Mapping[str, object]
 
@@ -58,12 +59,13 @@ class AnswerWriter:
                     )
                 )
         choices.sort(key=lambda choice: choice.index)
-        return self.answer.body(choices, self._usage())
+        return self.answer.body(choices, self._usage(), self._timings())
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield events, each complete, several joined where they belong to one step."""
         answer, options = self.answer, self.options
         opened = [False] * len(self.choices)
+        num_open = len(self.choices)
         async with aclosing(self.generation.outputs()) as outputs:
             async for output in outputs:
                 index = output.index
@@ -80,11 +82,18 @@ class AnswerWriter:
                     logprobs = self._write(delta.tokens) if delta.tokens else None
                     frame += answer.text_chunk(index, delta.text, delta.token_ids, logprobs, usage)
                 else:
+                    num_open -= 1
+                    tells_timings = num_open == 0 and not options.include_usage
+                    timings = self._timings() if tells_timings else None
                     frame += answer.text_chunk(index, output.text, (), None, usage)
-                    frame += answer.last_chunk(index, output.reason, output.stop_reason, usage)
+                    frame += answer.last_chunk(
+                        index, output.reason, output.stop_reason, usage, timings
+                    )
                 if frame:
                     yield frame
-        end = answer.usage_chunk(self._usage()) if options.include_usage else b""
+        end = b""
+        if options.include_usage:
+            end = answer.usage_chunk(self._usage(), self._timings())
         yield end + STREAM_END
 
     def _echo(self, index: int) -> str:
@@ -128,4 +137,17 @@ class AnswerWriter:
             cached_tokens=sum(
                 generation.num_cached_tokens(p * n) for p in range(len(self.prompts))
             ),
+        )
+
+    def _timings(self) -> Timings:
+        """Tell the times of a generation that has ended."""
+        usage = self._usage()
+        started_s, first_token_s, ended_s = self.generation.times_s()
+        return Timings(
+            queue_s=started_s,
+            prompt_s=first_token_s - started_s,
+            predicted_s=ended_s - first_token_s,
+            num_cached=usage.cached_tokens,
+            num_prompt=usage.prompt_tokens - usage.cached_tokens,
+            num_predicted=usage.completion_tokens,
         )

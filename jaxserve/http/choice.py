@@ -48,7 +48,7 @@ class ChoiceText:
 
     Attributes:
         is_muted: the echo is all of it; the one token that the engine must generate is nobody's.
-        num_tokens: ids taken, up to the one that completed a stop string.
+        token_ids: those taken, up to the one that completed a stop string.
         prompt: scores of the prompt, as far as they have come; all of its choices share them.
     """
 
@@ -74,9 +74,13 @@ class ChoiceText:
         self._min_tokens = options.min_tokens
         self.is_muted = options.max_tokens == 0
         self._offset = offset
-        self._last_id: int | None = None
-        self.num_tokens = 0
+        self.token_ids: list[int] = []
         self.prompt = prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the ids taken."""
+        return len(self.token_ids)
 
     @property
     def is_stopped(self) -> bool:
@@ -88,7 +92,8 @@ class ChoiceText:
         """The stop string, or the request's own stop id, that ended the choice, if one did."""
         if self._stops.hit is not None:
             return self._stops.hit
-        return self._last_id if self._last_id in self._own_end_ids else None
+        last_id = self.token_ids[-1] if self.token_ids else None
+        return last_id if last_id in self._own_end_ids else None
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
         """Take a step's ids; ids after the one that completes a stop string do not count."""
@@ -98,8 +103,7 @@ class ChoiceText:
         texts = []
         # One id at a time, because which id completed the stop string counts.
         for count, token_id in enumerate(token_ids, start=1):
-            self.num_tokens += 1
-            self._last_id = token_id
+            self.token_ids.append(token_id)
             is_text = token_id not in self._end_ids or self._includes_stop
             text = self._detokenizer.push((token_id,)) if is_text else ""
             if logprobs:
@@ -115,6 +119,13 @@ class ChoiceText:
                 break
         delta.text, delta.token_ids = "".join(texts), tuple(token_ids)
         return delta
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids that the text is made of, where that is no stop string's doing."""
+        ids = self.token_ids
+        is_end = bool(ids) and ids[-1] in self._end_ids and not self._includes_stop
+        return ids[:-1] if is_end else ids
 
     def finish(self) -> str:
         """Return what was held back; may still find a stop string in it."""

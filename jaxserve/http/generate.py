@@ -1,7 +1,7 @@
 """From a parsed request with its prompts to the response: sequences out, an answer back."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -21,6 +21,7 @@ from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import Answer
 from jaxserve.text.stop_strings import StopAutomaton
+from jaxserve.types import GenerationRequest
 
 _SESSION_HEADER = "X-Session-ID"
 
@@ -35,8 +36,12 @@ async def generate(
     prompts: Sequence[EncodedPrompt],
     echoes: Sequence[Echo],
     options: GenerationOptions,
+    on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
 ) -> Response:
-    """Generate `n` answers to each prompt; a stream is sent when the response is."""
+    """Generate `n` answers to each prompt; a stream is sent when the response is.
+
+    `on_answer` gets each that is complete.
+    """
     request_id = logs.request_id.get()
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
@@ -61,7 +66,7 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
-    generation = Generation(engine, requests, choices)
+    generation = Generation(engine, requests, choices, on_answer)
     writer = AnswerWriter(
         generation=generation,
         answer=answer,

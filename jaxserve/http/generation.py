@@ -5,7 +5,7 @@ It knows engine events and text, not OpenAI's JSON. Event loop only.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -47,6 +47,15 @@ class Engine(Protocol):
     def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
         """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
 
+    async def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; return how many pages that were."""
+
+    async def release_session(self, session: str) -> int:
+        """Drop what only this session has in the cache; return how many pages that were."""
+
+    async def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return how many of the ids are cached, and which ids are cached at the next position."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -79,10 +88,15 @@ class Generation:
         engine: Engine,
         requests: Sequence[GenerationRequest],
         choices: Sequence[ChoiceText],
+        on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
     ) -> None:
-        """Submit all sequences, or none where the engine refuses; choice i reads sequence i."""
+        """Submit all sequences, or none where the engine refuses; choice i reads sequence i.
+
+        `on_answer` gets each sequence that has come to its end.
+        """
         self._requests = requests
         self._choices = choices
+        self._on_answer = on_answer
         self._stats: list[RequestStats | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
         self._is_closed = False
@@ -129,6 +143,16 @@ class Generation:
         stats = self._stats[index]
         return 0 if stats is None else stats.num_cached_tokens
 
+    def times_s(self) -> tuple[float, float, float]:
+        """Tell when the first sequence started, the first token came, and the last sequence ended.
+
+        Seconds from the submission on, ascending; all sequences have ended.
+        """
+        stats = [each for each in self._stats if each is not None]
+        started_s = min((s.queue_s for s in stats if s.queue_s is not None), default=0.0)
+        first_s = min((s.ttft_s for s in stats if s.ttft_s is not None), default=started_s)
+        return started_s, first_s, max((s.total_s for s in stats), default=first_s)
+
     def _is_due(self, index: int, event: TokenOutput | RequestFinished) -> bool:
         is_abort = isinstance(event, RequestFinished) and event.reason == "abort"
         return is_abort or self._choices[index].prompt.are_complete
@@ -158,6 +182,8 @@ class Generation:
         else:
             reason = "length" if choice.is_muted else event.reason
         self._reasons[index] = reason
+        if self._on_answer is not None:
+            self._on_answer(self._requests[index], choice)
         return Ending(index, text, reason, choice.stop_reason)
 
     def _abort_all(self) -> None:

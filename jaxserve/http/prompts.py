@@ -9,6 +9,7 @@ from anyio.lowlevel import RunVar
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.http.served_model import ServedModel
+from jaxserve.http.turns import Turn, restore
 from jaxserve.openai.messages import Conversation
 from jaxserve.openai.options import MAX_TEXT_CHARS
 from jaxserve.openai.requests import Prompt
@@ -49,13 +50,15 @@ async def chat_prompt(
     model: ServedModel,
     *,
     trusts_template: bool,
+    turns: Sequence[Turn] = (),
     keep: int | None = None,
     must_fit: bool = False,
 ) -> EncodedPrompt:
     """Render and tokenize a conversation; its ids start with exactly one BOS.
 
-    `trusts_template`: it may bring a template of its own. Only the last `keep` tokens count; None:
-    all. `must_fit`: it is to be answered within the context.
+    `trusts_template`: it may bring a template of its own. `turns` may be the model's turns in it.
+    Only the last `keep` tokens count; None: all. `must_fit`: it is to be answered within the
+    context.
     """
     if conversation.chat_template is not None and not trusts_template:
         raise InvalidRequestError(
@@ -73,7 +76,10 @@ async def chat_prompt(
             variables=conversation.template_kwargs,
         )
         _check_length(text, model, param="messages", must_fit=must_fit and keep is None)
-        prompt = _encoded(text, model, keep=keep)
+        ids = _encoded(text, model).token_ids
+        if turns:
+            ids = tuple(restore(ids, turns, model.tokenizer))
+        prompt = _truncated(EncodedPrompt(text, ids), keep)
         check_ids(prompt.token_ids, model, param="messages", must_fit=must_fit)
         return prompt
 

@@ -12,6 +12,8 @@ from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
+    FLUSH_FIELDS,
+    RELEASE_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
 )
@@ -19,11 +21,12 @@ from jaxserve.openai.requests import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Endpoint:
-    """A path with what it takes: one of several tables; none: it takes no body."""
+    """A path with what it takes: one of several tables; none: it takes no body, and is a GET."""
 
     path: str
     about: str
     tables: tuple[FieldTable, ...] = ()
+    is_like: tuple[str, ...] = ()  # whose fields these are
     streams: bool = False
 
     @property
@@ -48,6 +51,7 @@ _ENDPOINTS = (
         path="/v1/chat/completions/render",
         about="Tell the prompt that a chat completion request would become: `prompt`, `token_ids`.",
         tables=(CHAT_FIELDS,),
+        is_like=("/v1/chat/completions",),
     ),
     _Endpoint(
         path="/tokenize",
@@ -59,6 +63,25 @@ _ENDPOINTS = (
         path="/detokenize",
         about="Tell the text of some ids, control tokens included: `prompt`.",
         tables=(DETOKENIZE_FIELDS,),
+    ),
+    _Endpoint(
+        path="/v1/cache/explain",
+        about="Tell, without running it, what is cached of a generation request's prompt:"
+        " `prompt_tokens`, `matched_tokens` and, unless all of it is, `first_difference`:"
+        " `position`, `token_id`, `text`, `context_before`, `cached_alternatives`.",
+        tables=(CHAT_FIELDS, COMPLETION_FIELDS),
+        is_like=("/v1/chat/completions", "/v1/completions"),
+    ),
+    _Endpoint(
+        path="/v1/cache/release",
+        about="Drop what only one session has in the cache: `pages` is how many became free.",
+        tables=(RELEASE_FIELDS,),
+    ),
+    _Endpoint(
+        path="/v1/cache/flush",
+        about="Drop every cached prefix that no request uses: `pages` is how many became free."
+        " The body may be empty.",
+        tables=(FLUSH_FIELDS,),
     ),
     _Endpoint(path="/v1/models", about="List the one model."),
     _Endpoint(path="/v1/models/{id}", about="Describe the one model."),
@@ -136,7 +159,7 @@ def _operation(end: _Endpoint) -> Schema:
         schemas = [object_schema(fields) for fields in end.tables]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         body = {"application/json": {"schema": schema}}
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": end.tables != (FLUSH_FIELDS,), "content": body}
     return operation
 
 
@@ -151,16 +174,20 @@ def _page_lines() -> Iterator[str]:
     yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
     yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
     yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
+    yield ""
+    yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md)."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"
         yield ""
         yield end.about
-        if end.tables == (CHAT_FIELDS,) and not end.streams:
+        if end.is_like:
             yield ""
-            yield "The fields are those of `/v1/chat/completions`."
+            yield (
+                "The fields are those of " + " or ".join(f"`{path}`" for path in end.is_like) + "."
+            )
             continue
-        for fields in end.tables:
+        for fields in filter(None, end.tables):
             yield from _table_lines(fields)
 
 

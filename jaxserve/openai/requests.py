@@ -13,6 +13,7 @@ from jaxserve.openai.fields import (
     Inert,
     Integer,
     ListOf,
+    Name,
     Neutral,
     Schema,
     Text,
@@ -212,9 +213,20 @@ _TOKENS: Field[tuple[int, ...]] = Field(
 DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
 
 
+_SESSION = Field(
+    "session", Name(), "", "a session's name: its prompt_cache_key or X-Session-ID", required=True
+)
+RELEASE_FIELDS = table((_SESSION,))
+FLUSH_FIELDS = table(())
+
+
 def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     """Read the body of a chat completion request; raises InvalidRequestError naming the field."""
-    values = read_object(decode_json(body), "", CHAT_FIELDS)
+    return _chat_completion(decode_json(body))
+
+
+def _chat_completion(value: object) -> ChatCompletionRequest:
+    values = read_object(value, "", CHAT_FIELDS)
     max_tokens, newer = values[_CHAT_MAX_TOKENS], values[_MAX_COMPLETION_TOKENS]
     if max_tokens is not None and newer is not None and max_tokens != newer:
         raise InvalidRequestError(
@@ -237,7 +249,11 @@ def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Read the body of a completion request; raises InvalidRequestError naming the field."""
-    values = read_object(decode_json(body), "", COMPLETION_FIELDS)
+    return _completion(decode_json(body))
+
+
+def _completion(value: object) -> CompletionRequest:
+    values = read_object(value, "", COMPLETION_FIELDS)
     best_of, n = values[_BEST_OF], values[N]
     if best_of is not None and best_of != n:
         raise UnsupportedFieldError(
@@ -264,7 +280,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Read the body of a tokenize request; raises InvalidRequestError naming the field."""
     value = decode_json(body)
-    is_chat = isinstance(value, dict) and "messages" in value
+    is_chat = _is_chat(value)
     fields: FieldTable = TOKENIZE_CHAT_FIELDS if is_chat else TOKENIZE_FIELDS
     values = read_object(value, "", fields)
     return TokenizeRequest(
@@ -279,3 +295,32 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Read the body of a detokenize request; raises InvalidRequestError naming the field."""
     values: Values = read_object(decode_json(body), "", DETOKENIZE_FIELDS)
     return DetokenizeRequest(model=values[MODEL], tokens=values[_TOKENS])
+
+
+def parse_explain(body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    """Read the body of either generation request; a completion's must have one prompt."""
+    value = decode_json(body)
+    if _is_chat(value):
+        return _chat_completion(value)
+    request = _completion(value)
+    if len(request.prompts) > 1:
+        raise InvalidRequestError(
+            f"prompt must be one, not {len(request.prompts)}, to be explained.", param="prompt"
+        )
+    return request
+
+
+def parse_release(body: bytes) -> str:
+    """Read the body of a release; gives the session's name."""
+    values: Values = read_object(decode_json(body), "", RELEASE_FIELDS)
+    return values[_SESSION]
+
+
+def parse_flush(body: bytes) -> None:
+    """Read the body of a flush, which may be empty and says nothing."""
+    if body:
+        read_object(decode_json(body), "", FLUSH_FIELDS)
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, dict) and "messages" in value

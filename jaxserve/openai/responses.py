@@ -14,6 +14,7 @@ import orjson
 
 from jaxserve.errors import ApiError
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
+from jaxserve.openai.usage import Timings, Usage
 
 FinishReason = Literal["stop", "length"]
 
@@ -21,25 +22,6 @@ STREAM_END = b"data: [DONE]\n\n"
 
 _MAX_MESSAGE_CHARS = 2048
 _MAX_PARAM_CHARS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one request: each prompt once however many choices it has, end ids counted."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-    def to_wire(self) -> dict[str, object]:
-        """Give OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +128,9 @@ class Answer(ABC):
         finish_reason: FinishReason,
         stop_reason: str | int | None,
         usage: Usage | None,
+        timings: Timings | None = None,
     ) -> bytes:
-        """Close a choice."""
+        """Close a choice; `timings`: nothing comes after it but the end."""
         choice = {
             "index": index,
             **self._wire_finish(),
@@ -155,13 +138,13 @@ class Answer(ABC):
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
         }
-        return self._chunk({"choices": [choice]}, usage)
+        return self._chunk({"choices": [choice]}, usage, timings)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage, timings: Timings) -> bytes:
         """Report the usage; comes last before the end, with no choices."""
-        return self._chunk({"choices": []}, usage)
+        return self._chunk({"choices": []}, usage, timings)
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[Choice], usage: Usage, timings: Timings) -> bytes:
         """Write the whole answer; `choices` in order of their index."""
         return orjson.dumps(
             {
@@ -169,15 +152,20 @@ class Answer(ABC):
                 **self._meta,
                 "choices": [self._wire_choice(choice) for choice in choices],
                 "usage": usage.to_wire(),
+                "timings": timings.to_wire(),
                 **self._prompt_of_answer(),
                 **self._scores_of_answer(choices),
             }
         )
 
-    def _chunk(self, fields: Mapping[str, object], usage: Usage | None) -> bytes:
+    def _chunk(
+        self, fields: Mapping[str, object], usage: Usage | None, timings: Timings | None = None
+    ) -> bytes:
         chunk = {"object": self.chunk_object, **self._meta, **fields}
         if usage is not None:
             chunk["usage"] = usage.to_wire()
+        if timings is not None:
+            chunk["timings"] = timings.to_wire()
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _prompt_of_answer(self) -> dict[str, object]:

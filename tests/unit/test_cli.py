@@ -55,6 +55,8 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "prefill_stall_factor": 2.5,
         "session_grace_s": 1.5,
         "no_prefix_cache": True,
+        "no_turn_memory": True,
+        "drop_from_system": ("^x:.*$", "b"),
         "compile_cache": "",
         "drain_s": 0.5,
         "heartbeat_s": 0.0,
