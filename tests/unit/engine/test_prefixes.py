@@ -203,6 +203,24 @@ def test_what_runs_is_neither_flushed_nor_released() -> None:
     assert engine.scheduler.pages.sliding_pool.num_used == 0
 
 
+def test_a_page_that_only_a_running_request_has_is_copied_whole() -> None:
+    engine, prompt = small_engine(), (1, 2, 3, 4, 5)
+    engine.submit("first", prompt, 2)
+    # Computed beside the first, whose pages are in the tree: these are not.
+    engine.submit("beside it", prompt, 40, num_prompt_logprobs=0)
+    engine.step(6)
+    assert isinstance(engine.end_of("first"), RequestFinished)
+    engine.scheduler.flush_cache()
+    assert engine.scheduler.explain(None, prompt) == (0, ())
+
+    third = engine.submit("third", (*prompt, 6), 9)
+    engine.run_until_idle()
+    end = engine.end_of("third")
+    assert isinstance(end, RequestFinished)
+    assert end.stats.num_cached_tokens == 4
+    assert engine.tokens_of("third") == fake_generate(third.prompt_ids, third.sampling)
+
+
 def test_explain_tells_how_far_ids_are_cached_and_what_comes_next() -> None:
     engine = small_engine()
     answer, _ = generate(engine, "a", (1, 2, 3, 4, 5, 6), 3)
