@@ -32,6 +32,7 @@ def engine_of(num_tokens: int, *, num_slots: int = 8) -> SteppedEngine:
         num_working_pages=num_slots * windows.row_pages + BUCKETS[-1].tokens // PAGE_SIZE,
         pages_per_point=windows.point_pages,
         tokens_per_point=TOKENS_PER_POINT,
+        least_points=num_slots,
     )
     num_pages = 1 + windows.pages_for(num_tokens)
     return SteppedEngine(
