@@ -22,6 +22,7 @@ class PageMix:
         num_working_pages: sliding pages for what runs: the windows of all rows and one chunk.
         pages_per_point: sliding pages of a resume point.
         tokens_per_point: cached tokens for which there shall be one resume point.
+        least_points: but no fewer than these: each row is to leave one.
     """
 
     bytes_per_page: int
@@ -29,6 +30,7 @@ class PageMix:
     num_working_pages: int
     pages_per_point: int
     tokens_per_point: int
+    least_points: int
 
     @classmethod
     def of_model(
@@ -48,6 +50,7 @@ class PageMix:
             num_working_pages=max_batch * windows.row_pages + pages_for(chunk_tokens),
             pages_per_point=windows.point_pages,
             tokens_per_point=tokens_per_point,
+            least_points=max_batch,
         )
 
     def num_pages(self, kv_bytes: int) -> int:
@@ -58,6 +61,7 @@ class PageMix:
     def num_sliding_pages(self, num_pages: int) -> int:
         """Return the sliding pages beside so many others; one for each is all there can be."""
         num_points = -(-max(num_pages - 1, 0) * PAGE_SIZE // self.tokens_per_point)
+        num_points = max(num_points, self.least_points)
         return min(num_pages, 1 + self.num_working_pages + num_points * self.pages_per_point)
 
     def _num_bytes(self, num_pages: int) -> int:

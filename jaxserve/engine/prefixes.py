@@ -6,7 +6,6 @@ computes for the sliding layers alone. What it computes enters the tree page by 
 points are made where somebody may want to go on. Device thread only.
 """
 
-from bisect import insort
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from jaxserve.cache.radix import Match
 from jaxserve.engine.batch import Batch, PageCopy, PageGrant
 from jaxserve.engine.pages import Pages
 from jaxserve.engine.request import Request
+from jaxserve.engine.resume_points import ResumePoints
 
 
 class Found(NamedTuple):
@@ -56,6 +56,7 @@ class Prefixes:
         """Keep what a request with a session leaves for `session_grace_s` seconds longer."""
         self._pages = pages
         self._tree = pages.tree
+        self._points = ResumePoints(pages)
         self._windows = pages.windows
         self._page_size = pages.windows.page_size
         self._reuses_prefixes = reuses_prefixes
@@ -111,8 +112,8 @@ class Prefixes:
         """Let a running request that computes a waiting one's prefix leave a point at its end."""
         num_shared = self._num_shared(request, running)
         if num_shared >= self._page_size:
-            self._want_branch(running, num_shared)
-            self._make_points(running)
+            self._points.want_branch(running, num_shared)
+            self._points.make(running)
 
     def take(self, batch: Batch, request: Request, found: Found) -> None:
         """Give an admitted request what was found: whole pages, and a copy of a part of one."""
@@ -133,7 +134,8 @@ class Prefixes:
             )
             batch.page_grants.append(sliding)
         request.num_computed_tokens = start
-        request.num_kept_pages = start // size
+        # A page that is copied whole, from a request that has not entered it, is not in the tree.
+        request.num_kept_pages = min(start // size, len(nodes))
         request.full_start = len(nodes) * size
         request.is_off_tree = False
         if start > len(nodes) * size:
@@ -143,8 +145,10 @@ class Prefixes:
             )
             batch.copies.append(copy)
         if self._reuses_prefixes:
-            self._want_points(request, found)
-            self._make_points(request)
+            self._points.want(request)
+            if found.parts:
+                self._points.want_branch(request, found.num_matched)
+            self._points.make(request)
 
     def keep(self, request: Request) -> None:
         """Enter a running request's full pages in the tree, as far as their ids are known.
@@ -168,15 +172,15 @@ class Prefixes:
                     break
                 self._insert(request, tokens)
             request.num_kept_pages = index + 1
-        self._make_points(request)
+        self._points.make(request)
 
     def leave(self, request: Request, now_s: float) -> None:
         """Enter all pages of a request that ends, make its last points, and give all back."""
         kept_until_s = now_s + self._session_grace_s if request.session else 0.0
         if self._reuses_prefixes:
             beyond = self._leave_pages(request)
-            self._make_points(request)
-            self._make_last_point(request, beyond, kept_until_s)
+            self._points.make(request)
+            self._points.make_last(request, beyond, kept_until_s)
         self._pages.release(request, kept_until_s)
 
     def keep_until(self, salt: str | None, ids: tuple[int, ...], kept_until_s: float) -> None:
@@ -271,70 +275,3 @@ class Prefixes:
                     request.pages[index] = node.page
             request.num_kept_pages += 1
         return None
-
-    # Resume points
-
-    def _want_points(self, request: Request, found: Found) -> None:
-        """Note where points are to be made: where it parts from others, and at its prompt's end.
-
-        Those that the request names are spare ones: all but the last few are seldom of use, and
-        they must not drive out what other sessions go on from.
-        """
-        end = request.num_prompt_tokens
-        named = {p for p in request.named_points if found.start < p < end}
-        request.pending_points = sorted((position, True) for position in named)
-        if found.start < end:
-            insort(request.pending_points, (end, False))
-        if found.parts:
-            self._want_branch(request, found.num_matched)
-
-    def _want_branch(self, request: Request, position: int) -> None:
-        """Note that others part from a request at a position.
-
-        Whoever parts there in the middle of a page has a page of its own for the rest. So the point
-        that all of them use is at the end of the page before.
-        """
-        whole = position // self._page_size * self._page_size
-        for wanted in {(whole, False), (position, position > whole)}:
-            if wanted[0] and wanted not in request.pending_points:
-                insort(request.pending_points, wanted)
-
-    def _make_points(self, request: Request) -> None:
-        """Make those wanted points whose pages are in the tree."""
-        size = self._page_size
-        while request.pending_points:
-            position, is_spare = request.pending_points[0]
-            index = (position - 1) // size
-            if index >= request.num_kept_pages:
-                return
-            del request.pending_points[0]
-            self._make_point(request.path[index], index, position, is_spare=is_spare)
-
-    def _make_last_point(self, request: Request, beyond: Node | None, kept_until_s: float) -> None:
-        """Make a point where a request ends, or else at the end of its last whole page.
-
-        `beyond` is another's node that has its last ids.
-        """
-        num_kept, end = request.num_kept_pages, request.num_keepable_tokens
-        if beyond is not None and self._make_point(
-            beyond, num_kept, end, kept_until_s=kept_until_s
-        ):
-            return
-        position = min(end, num_kept * self._page_size)
-        if position:
-            index = (position - 1) // self._page_size
-            self._make_point(request.path[index], index, position, kept_until_s=kept_until_s)
-
-    def _make_point(
-        self,
-        node: Node,
-        index: int,
-        position: int,
-        *,
-        is_spare: bool = False,
-        kept_until_s: float = 0.0,
-    ) -> bool:
-        num_needed = index + 1 - self._windows.first_page(position)
-        return self._tree.sliding.make_point(
-            node, num_needed, is_spare=is_spare, kept_until_s=kept_until_s
-        )

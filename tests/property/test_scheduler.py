@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -123,8 +124,21 @@ def assert_told(
         assert scored == tuple(fake_logprobs(i).cut(planned.num_prompt_logprobs) for i in targets)
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan, and as few pages as one sequence of full length needs, or a few more."""
+
+    plan: list[Planned]
+    num_spare_pages: int
+    num_spare_sliding_pages: int
+    window: int
+    reuses_prefixes: bool
+    num_slots: int
+    num_buckets: int
+
+
+CASES = st.builds(
+    Case,
     plan=st.lists(planned_requests(), min_size=2, max_size=8),
     num_spare_pages=st.integers(0, 4),
     num_spare_sliding_pages=st.integers(0, 6),
@@ -133,36 +147,31 @@ def assert_told(
     num_slots=st.integers(2, 5),
     num_buckets=st.integers(1, 3),
 )
-def test_every_request_gets_what_it_gets_alone(
-    plan: list[Planned],
-    num_spare_pages: int,
-    num_spare_sliding_pages: int,
-    window: int,
-    reuses_prefixes: bool,
-    num_slots: int,
-    num_buckets: int,
-) -> None:
-    # As few pages as one sequence of full length needs, or a few more.
-    windows = Windows(page_size=PAGE_SIZE, window=window)
+
+
+def check(case: Case) -> None:
+    windows = Windows(page_size=PAGE_SIZE, window=case.window)
     num_pages = MAX_MODEL_LEN // PAGE_SIZE
     engine = SteppedEngine(
         FakeRunner(
-            num_pages=1 + num_pages + num_spare_pages,
-            num_sliding_pages=1 + min(num_pages, windows.row_pages) + num_spare_sliding_pages,
-            window=window,
+            num_pages=1 + num_pages + case.num_spare_pages,
+            num_sliding_pages=1 + min(num_pages, windows.row_pages) + case.num_spare_sliding_pages,
+            window=case.window,
             page_size=PAGE_SIZE,
-            num_slots=num_slots,
+            num_slots=case.num_slots,
             max_model_len=MAX_MODEL_LEN,
-            extend_buckets=FAKE_BUCKETS[:num_buckets],
+            extend_buckets=FAKE_BUCKETS[: case.num_buckets],
         ),
-        reuses_prefixes=reuses_prefixes,
+        reuses_prefixes=case.reuses_prefixes,
     )
-    run(engine, plan)
+    run(engine, case.plan)
 
-    event("preempted" if engine.runner.calls.count("open_slot") > len(plan) else "not preempted")
+    event(
+        "preempted" if engine.runner.calls.count("open_slot") > len(case.plan) else "not preempted"
+    )
     engine.scheduler.check_idle()
     assert engine.runner.max_unread <= 4
-    for number, planned in enumerate(plan):
+    for number, planned in enumerate(case.plan):
         request_id = str(number)
         end, token_ids = engine.end_of(request_id), engine.tokens_of(request_id)
         assert isinstance(end, RequestFinished)
@@ -181,3 +190,17 @@ def test_every_request_gets_what_it_gets_alone(
             num_scored = len(engine.prompt_logprobs_of(request_id))
             assert num_scored == (0 if planned.num_prompt_logprobs is None else num_targets)
             assert end.reason == ("stop" if alone[-1] in planned.stop_token_ids else "length")
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=CASES)
+def test_every_request_gets_what_it_gets_alone(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=4_000, deadline=None)
+@given(case=CASES)
+def test_every_request_gets_what_it_gets_alone_in_thousands_of_cases(case: Case) -> None:
+    check(case)

@@ -18,6 +18,7 @@ FULL_ONLY = PageMix(
     num_working_pages=3,
     pages_per_point=2,
     tokens_per_point=4 * PAGE_SIZE,
+    least_points=1,
 )
 
 
@@ -88,6 +89,7 @@ def test_sliding_pages_are_those_of_running_rows_and_of_a_stated_number_of_point
     mix = replace(FULL_ONLY, bytes_per_sliding_page=100)
     # 3 pages for what runs; a point of 2 pages for each 4 pages of tokens begun; the scratch page.
     assert [mix.num_sliding_pages(n) for n in (9, 10, 13, 14, 101)] == [8, 10, 10, 12, 54]
+    assert [replace(mix, least_points=3).num_sliding_pages(n) for n in (11, 13, 14)] == [10, 10, 12]
     # There is nothing to keep more of them for than one beside each page of tokens.
     assert [mix.num_sliding_pages(n) for n in (0, 1, 2, 6)] == [0, 1, 2, 6]
 

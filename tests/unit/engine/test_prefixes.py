@@ -32,6 +32,7 @@ def engine_of(num_tokens: int, *, num_slots: int = 8) -> SteppedEngine:
         num_working_pages=num_slots * windows.row_pages + BUCKETS[-1].tokens // PAGE_SIZE,
         pages_per_point=windows.point_pages,
         tokens_per_point=TOKENS_PER_POINT,
+        least_points=num_slots,
     )
     num_pages = 1 + windows.pages_for(num_tokens)
     return SteppedEngine(
@@ -201,6 +202,24 @@ def test_what_runs_is_neither_flushed_nor_released() -> None:
     engine.scheduler.flush_cache()
     assert engine.scheduler.pages.pool.num_used == 0
     assert engine.scheduler.pages.sliding_pool.num_used == 0
+
+
+def test_a_page_that_only_a_running_request_has_is_copied_whole() -> None:
+    engine, prompt = small_engine(), (1, 2, 3, 4, 5)
+    engine.submit("first", prompt, 2)
+    # Computed beside the first, whose pages are in the tree: these are not.
+    engine.submit("beside it", prompt, 40, num_prompt_logprobs=0)
+    engine.step(6)
+    assert isinstance(engine.end_of("first"), RequestFinished)
+    engine.scheduler.flush_cache()
+    assert engine.scheduler.explain(None, prompt) == (0, ())
+
+    third = engine.submit("third", (*prompt, 6), 9)
+    engine.run_until_idle()
+    end = engine.end_of("third")
+    assert isinstance(end, RequestFinished)
+    assert end.stats.num_cached_tokens == 4
+    assert engine.tokens_of("third") == fake_generate(third.prompt_ids, third.sampling)
 
 
 def test_explain_tells_how_far_ids_are_cached_and_what_comes_next() -> None:
