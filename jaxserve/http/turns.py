@@ -23,6 +23,7 @@ MAX_TURN_BYTES = 16 << 20
 # A template opens the model's turn with a control token and a few words: a longer opening has none.
 _MAX_OPENING = 64
 _ENTRY_BYTES = 400
+_MAX_PLACES = 256  # of one text: an agent that says "done" says it often
 
 _Key = tuple[str | None, bytes]
 
@@ -68,7 +69,10 @@ class TurnMemory:
         key = _key(salt, text)
         known = self._by_text.pop(key, {})
         self._num_bytes -= _size(known)
+        known.pop(start, None)
         known[start] = turn
+        if len(known) > _MAX_PLACES:
+            del known[next(iter(known))]
         self._by_text[key] = known
         self._num_bytes += _size(known)
         while self._num_bytes > self._max_bytes:

@@ -252,5 +252,8 @@ def test_the_same_words_at_several_places_are_kept_apart() -> None:
     memory.remember(None, "ok", (word,) * 100, (word,), TOKENIZER)  # no control token opens it
     memory.remember(None, "ok", (2, 105), (), TOKENIZER)
     memory.remember("salt", "ok", (105,), (word,), TOKENIZER)
-    assert [turn.start for turn in memory.find(None, ["ok", "ok"])] == [3, 5]
+    assert [turn.start for turn in memory.find(None, ["ok", "ok"])] == [5, 3]
     assert [turn.start for turn in memory.find("salt", ["ok"])] == [0]
+    for length in range(300):
+        memory.remember(None, "ok", (word,) * length + (105, word), (word,), TOKENIZER)
+    assert [turn.start for turn in memory.find(None, ["ok"])] == list(range(44, 300))
