@@ -127,7 +127,8 @@ class MemoryBudget:
             ("KV tokens", f"{self.num_tokens}"),
             (
                 "resume points",
-                f"{self.num_resume_points}, a point in {self.mix.tokens_per_point} tokens",
+                f"{self.num_resume_points} beside full rows, one in"
+                f" {self.mix.tokens_per_point} tokens wanted",
             ),
             ("streams at full context", f"{full} of {max_model_len} tokens"),
         ]
