@@ -172,7 +172,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self.transport.close()
             return
         now_s = self.loop.time()
-        if self._part == "body" and self.flow.read_paused:
+        if self.flow.read_paused:
             self._received_s = now_s  # it is the server who does not read
         due_s = self._received_s + MAX_SILENCE_S
         if now_s < due_s:
