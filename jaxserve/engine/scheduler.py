@@ -256,10 +256,16 @@ class Scheduler:
     def _plan_prefill(self, batch: Batch) -> None:
         """Fill one extend in order: running prefills, then the queue."""
         prefilling = [request for request in self._running if request.is_prefilling]
-        if not (prefilling or self._waiting):
+        found = None if prefilling else self._find_for_head()
+        num_left = sum(request.prefill_end - request.num_computed_tokens for request in prefilling)
+        startable = islice(self._waiting, len(self._free_slots))
+        num_left += sum(request.num_known_tokens for request in startable)
+        num_left -= 0 if found is None else found.start
+        if not num_left:
             return
         num_unstarted = len(prefilling) + len(self._waiting)
         bucket = self._prefill_bucket(len(batch.decoded), num_unstarted)
+        bucket = self.times.quickest_for(num_left, bucket)
         num_blocks = bucket.tokens // bucket.block
         for request in prefilling:
             if not request.scores_prompt:
@@ -267,7 +273,9 @@ class Scheduler:
             elif not batch.chunks:
                 self._plan_scored_chunk(batch, request)
                 return
-        while num_blocks and (found := self._find_for_head()) is not None:
+        if prefilling and num_blocks:
+            found = self._find_for_head()
+        while found is not None:
             if self._waiting[0].scores_prompt:
                 # It has an extend of its own, once nothing is before it.
                 if not batch.chunks:
@@ -275,6 +283,7 @@ class Scheduler:
                 return
             request = self._admit(batch, found)
             num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
+            found = self._find_for_head() if num_blocks else None
         if batch.chunks:
             lengths = [len(chunk.token_ids) for chunk in batch.chunks]
             batch.bucket = smallest_extend(self._buckets, lengths)
