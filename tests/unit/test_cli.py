@@ -50,6 +50,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "max_model_len": 100,
         "max_batch": 3,
         "kv_cache_bytes": 1 << 40,
+        "tokens_per_resume_point": 4096,
         "max_waiting_requests": 5,
         "max_waiting_tokens": 6,
         "prefill_stall_factor": 2.5,
