@@ -84,7 +84,7 @@ class Dfa:
 def from_table(table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int = 0) -> Dfa:
     """Make a Dfa of moves by byte, int32 [S, 256]."""
     columns, class_of_byte = np.unique(table, axis=1, return_inverse=True)
-    return _trimmed(Transitions(columns.astype(np.int32), class_of_byte.ravel()), accepting, start)
+    return trimmed(Transitions(columns.astype(np.int32), class_of_byte.ravel()), accepting, start)
 
 
 def explore(
@@ -154,7 +154,7 @@ def product(
     a_accepting = [*left.accepting_S.tolist(), False]
     b_accepting = [*right.accepting_S.tolist(), False]
     accepting = np.array([accepts(a_accepting[a], b_accepting[b]) for a, b in queue], np.bool_)
-    return minimize(_trimmed(Transitions(np.array(rows, np.int32), class_of_byte), accepting, 0))
+    return minimize(trimmed(Transitions(np.array(rows, np.int32), class_of_byte), accepting))
 
 
 def intersection(left: Dfa, right: Dfa, limit: int = 100_000) -> Dfa:
@@ -318,7 +318,7 @@ class _Determinizer:
         start = int(numbers[0])
         if start == DEAD:
             return nothing()
-        return _trimmed(Transitions(moves, class_of_byte), accepting, start)
+        return trimmed(Transitions(moves, class_of_byte), accepting, start)
 
     def _row(self, members: frozenset[int], rows: dict[int, list[int]]) -> list[int]:
         for node in members:
@@ -398,7 +398,7 @@ def _merge_classes(table: NDArray[np.int32], class_of_byte: NDArray[np.intp]) ->
     return Transitions(columns.astype(np.int32), inverse.ravel()[class_of_byte])
 
 
-def _trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int) -> Dfa:
+def trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int = 0) -> Dfa:
     """Keep the states between the start and an accepting one; the start becomes 0."""
     table = moves.next_SK
     reachable = _reached(table, np.array([start]))
