@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEAD = -1
-MINIMIZE_STATES = 4_096
-"""Larger automata stay as they are: refining them takes a round for each state of a counter."""
+_MINIMIZE_WORK = 100_000_000
+"""Moves looked at before an automaton stays as it is: a long counter takes a round for each count."""
 
 
 S = TypeVar("S", bound=Hashable)
@@ -168,9 +168,7 @@ def difference(left: Dfa, right: Dfa, limit: int = 100_000) -> Dfa:
 
 
 def minimize(dfa: Dfa) -> Dfa:
-    """Join states that accept the same texts, where there are at most MINIMIZE_STATES."""
-    if dfa.num_states > MINIMIZE_STATES:
-        return dfa
+    """Join states that accept the same texts, unless that takes too long."""
     table = dfa.moves.next_SK
     # A state's signature: a sum of random words for its own block and each move's block. 64 bits
     # and at most a few thousand states: two blocks do not meet by chance.
@@ -178,7 +176,7 @@ def minimize(dfa: Dfa) -> Dfa:
     mixer = np.random.default_rng(17).integers(1, 2**64, (dfa.num_states + 1,), np.uint64)
     block = dfa.accepting_S.astype(np.intp)
     count = len(np.unique(block))
-    while True:
+    for _ in range(max(_MINIMIZE_WORK // table.size, 1)):
         mixed = mixer[np.append(block, dfa.num_states)]
         # Index -1 is the last: the dead state.
         signature = (mixed[table] * words[:-1]).sum(axis=1, dtype=np.uint64)
@@ -187,6 +185,8 @@ def minimize(dfa: Dfa) -> Dfa:
         if len(first) == count:
             break
         count = len(first)
+    else:
+        return dfa
     if count == dfa.num_states:
         return dfa
     # Blocks in the order of their first states, so that the start stays 0.

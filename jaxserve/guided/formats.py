@@ -10,9 +10,7 @@ from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.regex import engine_full_match
 
 _TWO_DIGIT_LEAP = "(?:0[48]|[2468][048]|[13579][26])"
-_LEAP_YEAR = (
-    f"(?:[0-9]{{2}}{_TWO_DIGIT_LEAP}|(?:{_TWO_DIGIT_LEAP}00))"  # 0000 is not a year
-)
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_TWO_DIGIT_LEAP}|(?:{_TWO_DIGIT_LEAP}00))"  # 0000 is not a year
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 _DATE = (
     f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
@@ -37,18 +35,22 @@ _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
 _H16 = "[0-9A-Fa-f]{1,4}"
 _LS32 = f"(?:{_H16}:{_H16}|{_IPV4})"
-_IPV6 = "(?:" + "|".join(
-    [
-        f"(?:{_H16}:){{6}}{_LS32}",
-        f"::(?:{_H16}:){{5}}{_LS32}",
-        *(
-            f"(?:(?:{_H16}:){{0,{before}}}{_H16})?::(?:{_H16}:){{{4 - before}}}{_LS32}"
-            for before in range(5)
-        ),
-        f"(?:(?:{_H16}:){{0,5}}{_H16})?::{_H16}",
-        f"(?:(?:{_H16}:){{0,6}}{_H16})?::",
-    ]
-) + ")"
+_IPV6 = (
+    "(?:"
+    + "|".join(
+        [
+            f"(?:{_H16}:){{6}}{_LS32}",
+            f"::(?:{_H16}:){{5}}{_LS32}",
+            *(
+                f"(?:(?:{_H16}:){{0,{before}}}{_H16})?::(?:{_H16}:){{{4 - before}}}{_LS32}"
+                for before in range(5)
+            ),
+            f"(?:(?:{_H16}:){{0,5}}{_H16})?::{_H16}",
+            f"(?:(?:{_H16}:){{0,6}}{_H16})?::",
+        ]
+    )
+    + ")"
+)
 
 _PCHAR = "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _SEGMENT_NO_COLON = "(?:[A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})+"
@@ -58,9 +60,7 @@ _AUTHORITY = rf"{_USER}(?:{_REGISTERED}|\[{_IPV6}\])(?::[0-9]*)?"
 _TAIL = rf"(?:\?(?:{_PCHAR}|[/?])*)?(?:#(?:{_PCHAR}|[/?])*)?"
 _HIERARCHY = f"//{_AUTHORITY}(?:/{_PCHAR}*)*|/(?:{_PCHAR}+(?:/{_PCHAR}*)*)?"
 _URI = f"[A-Za-z][A-Za-z0-9+.-]*:(?:{_HIERARCHY}|{_PCHAR}+(?:/{_PCHAR}*)*|){_TAIL}"
-_URI_REFERENCE = (
-    f"(?:{_URI}|(?:{_HIERARCHY}|{_SEGMENT_NO_COLON}(?:/{_PCHAR}*)*|){_TAIL})"
-)
+_URI_REFERENCE = f"(?:{_URI}|(?:{_HIERARCHY}|{_SEGMENT_NO_COLON}(?:/{_PCHAR}*)*|){_TAIL})"
 _POINTER_CHAR = r"(?:[^/~\x{10FFFD}-\x{10FFFF}]|~[01])"
 
 _EXPRESSIONS = {

@@ -103,9 +103,7 @@ def numbers(wanted: NumberRange) -> Dfa:
         return engine_full_match(r"-?(?:0|[1-9][0-9]*)")
     reader = _Reader(wanted)
     try:
-        return minimize(
-            explore(reader.start(), reader.step, reader.accepts, _ALPHABET, MAX_STATES)
-        )
+        return minimize(explore(reader.start(), reader.step, reader.accepts, _ALPHABET, MAX_STATES))
     except AutomatonTooLargeError:
         raise SchemaError(
             "the number's bounds and factors together are too complex", code="schema_too_complex"
@@ -140,9 +138,7 @@ def _ratio(value: Decimal) -> tuple[int, int]:
     """Return a number as digits and how many of them stand behind the point."""
     sign, digits, exponent = value.as_tuple()
     if not isinstance(exponent, int) or abs(exponent) + len(digits) > 2 * MAX_DIGITS:
-        raise SchemaError(
-            f"a number has more than {MAX_DIGITS} digits", code="schema_too_complex"
-        )
+        raise SchemaError(f"a number has more than {MAX_DIGITS} digits", code="schema_too_complex")
     whole = int("".join(map(str, digits)) or "0") * 10 ** max(exponent, 0)
     return (-whole if sign else whole), max(-exponent, 0)
 
@@ -224,7 +220,9 @@ class _Reader:
 
     def start(self) -> _State:
         """Return the state before the first character."""
-        return _State("start", False, ((0, 0),) * len(self._limits), ((0, 0),) * len(self._factors), False)
+        return _State(
+            "start", False, ((0, 0),) * len(self._limits), ((0, 0),) * len(self._factors), False
+        )
 
     def step(self, state: _State, byte: int) -> _State | None:
         """Return the state after a character; None where it cannot come."""
@@ -266,9 +264,7 @@ class _Reader:
 
     def _fraction_digit(self, state: _State, byte: int) -> _State | None:
         remainders = []
-        for (remainder, count), (whole, places) in zip(
-            state.remainders, self._scaled, strict=True
-        ):
+        for (remainder, count), (whole, places) in zip(state.remainders, self._scaled, strict=True):
             if count < places:
                 remainders.append(((remainder * 10 + byte - ord("0")) % whole, count + 1))
             elif byte == ord("0") or remainder == whole:

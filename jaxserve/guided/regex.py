@@ -25,7 +25,9 @@ _PLANE_16_LEAD = 0xF4
 
 _END_ID = 256
 _VOCABULARY = outlines_core.Vocabulary(_END_ID, {bytes([byte]): [byte] for byte in range(256)})
-_SPACES = r"\t\n\x{B}\f\r \x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
+_SPACES = (
+    r"\t\n\x{B}\f\r \x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
+)
 _SHORTHANDS = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACES}
 _ANY = rf"[^\n\r\x{{2028}}\x{{2029}}{_MARKS}]"
 _WORD_BOUNDARY = {"b": r"(?-u:\b)", "B": r"(?-u:\B)"}
@@ -236,6 +238,3 @@ class _Translation:
             " not supported",
             code="unsupported_schema",
         )
-
-
-

@@ -227,7 +227,15 @@ class _Writer:
             d = _DIGITS[0xD]
             low = [byte for digit in _DIGITS[0xC:] for byte in digit]
             state = target
-            for choices in (any_digit, any_digit, low, d, [ord("u")], [_BACKSLASH], *[any_digit] * 2):
+            for choices in (
+                any_digit,
+                any_digit,
+                low,
+                d,
+                [ord("u")],
+                [_BACKSLASH],
+                *[any_digit] * 2,
+            ):
                 state = self._add(dict.fromkeys(choices, state))
             self._pairs[target] = state
         return self._pairs[target]
