@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEAD = -1
-_MINIMIZE_WORK = 100_000_000
-"""Moves looked at before an automaton stays as it is: a long counter takes a round for each count."""
+_MINIMIZE_WORK = 4_000_000
+"""Moves looked at before an automaton stays as it is: a counter takes a round for each count."""
 
 
 S = TypeVar("S", bound=Hashable)
