@@ -82,15 +82,9 @@ class Cases:
         return literal
 
     def _merged(self, key: Key, kind: TypeName) -> Iterator[Shape]:
-        found: list[tuple[Shape, bool]] = []
-        for atoms in _Branches(self, self._document, key, kind).run():
-            if kind == "object":
-                merged, foreign = merge_object(self, key, atoms)
-            else:
-                merged = merge_array(self, atoms) if kind == "array" else merge_scalar(kind, atoms)
-                foreign = False
-            if merged is not None:
-                found.append((merged, foreign))
+        first = sorted(key, key=lambda literal: (not literal.positive, literal.pointer))
+        branches = _Branches(self, self._document, kind, whole=len(key) == 1)
+        found = list(branches.shapes(_Branch(list(reversed(first)))))
         # A property that only a `not` asks for is written where there is no other way.
         if any(not foreign for _, foreign in found):
             found = [(shape, foreign) for shape, foreign in found if not foreign]
@@ -100,18 +94,24 @@ class Cases:
 
 @dataclass(slots=True)
 class _Branch:
-    """A case in the making."""
+    """A case in the making; `is_check`: only whether there is one matters."""
 
     pending: list[Formula]
     atoms: dict[Atom, None] = field(default_factory=dict)
     choices: list[Or] = field(default_factory=list)
     seen: dict[Literal, None] = field(default_factory=dict)
     negative: list[Literal] = field(default_factory=list)
+    is_check: bool = False
 
     def fork(self, option: Formula) -> "_Branch":
         """Return a copy that goes on with one option."""
         return _Branch(
-            [option], dict(self.atoms), list(self.choices), dict(self.seen), list(self.negative)
+            [option],
+            dict(self.atoms),
+            list(self.choices),
+            dict(self.seen),
+            list(self.negative),
+            self.is_check,
         )
 
 
@@ -133,6 +133,9 @@ class _Branches:
         And whether it has a property that is there only because another schema must not fit.
         """
         for atoms in self._cases_of(first):
+            if first.is_check:
+                # Without them more fits than does: what is empty then is empty.
+                atoms = [atom for atom in atoms if not isinstance(atom, c.Unevaluated)]
             foreign = False
             if self._kind == "object":
                 merged, foreign = merge_object(self._cases, atoms, whole=self._whole)
@@ -187,7 +190,9 @@ class _Branches:
         """
         # What the value fits is known in atoms; `seen` keeps it from being followed again.
         fitting = {x: None for x in branch.seen if x.positive}
-        together = _Branch([literal.contrary()], dict(branch.atoms), seen=fitting)
+        together = _Branch(
+            [literal.contrary()], dict(branch.atoms), seen=fitting, is_check=True
+        )
         return next(self.shapes(together), None) is None
 
     def _take_apart(self, branch: _Branch) -> bool:
