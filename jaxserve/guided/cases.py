@@ -83,7 +83,8 @@ class Cases:
 
     def _merged(self, key: Key, kind: TypeName) -> Iterator[Shape]:
         first = sorted(key, key=lambda literal: (not literal.positive, literal.pointer))
-        branches = _Branches(self, self._document, kind, whole=len(key) == 1)
+        scope = first[0].pointer if len(first) == 1 else None
+        branches = _Branches(self, self._document, kind, scope=scope)
         found = list(branches.shapes(_Branch(list(reversed(first)))))
         # A property that only a `not` asks for is written where there is no other way.
         if any(not foreign for _, foreign in found):
@@ -119,12 +120,12 @@ class _Branches:
     """Takes conditions apart, depth first."""
 
     def __init__(
-        self, cases: Cases, document: Document, kind: TypeName, *, whole: bool
+        self, cases: Cases, document: Document, kind: TypeName, *, scope: str | None
     ) -> None:
         self._cases = cases
         self._document = document
         self._kind: TypeName = kind
-        self._whole = whole
+        self._scope = scope
         self._count = 0
 
     def shapes(self, first: "_Branch") -> Iterator[tuple[Shape, bool]]:
@@ -138,7 +139,7 @@ class _Branches:
                 atoms = [atom for atom in atoms if not isinstance(atom, c.Unevaluated)]
             foreign = False
             if self._kind == "object":
-                merged, foreign = merge_object(self._cases, atoms, whole=self._whole)
+                merged, foreign = merge_object(self._cases, atoms, scope=self._scope)
             elif self._kind == "array":
                 merged = merge_array(self._cases, atoms)
             else:

@@ -4,6 +4,7 @@ Which of an object's properties are written is decided here: those that schemas 
 order, and others only where a schema speaks of them.
 """
 
+import json
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
@@ -258,14 +259,14 @@ def options_of(cases: Knows, atom: Atom, atoms: list[Atom]) -> tuple[Formula, ..
 
 
 def merge_object(
-    cases: Knows, atoms: list[Atom], *, whole: bool
+    cases: Knows, atoms: list[Atom], *, scope: str | None
 ) -> tuple[Shape | None, bool]:
     """Return the shape of an object; None where no value is left.
 
-    And whether it has a property that is there only because another schema must not fit. `whole`:
-    the atoms are all of one schema, and not of several that met by chance.
+    And whether it has a property that is there only because another schema must not fit. `scope`:
+    the place of the schema that all atoms come from, None where there are several.
     """
-    view = _Properties(cases, atoms, whole=whole)
+    view = _Properties(cases, atoms, scope)
     entries = []
     foreign = False
     for name in view.names:
@@ -311,7 +312,7 @@ def _properties_length(
 class _Properties:
     """Which properties an object's atoms speak of."""
 
-    def __init__(self, cases: Knows, atoms: list[Atom], *, whole: bool = True) -> None:
+    def __init__(self, cases: Knows, atoms: list[Atom], scope: str | None = None) -> None:
         self._cases = cases
         self._properties = [x for x in atoms if isinstance(x, c.Property)]
         self._all_of = [x for x in atoms if isinstance(x, c.AllOf)]
@@ -330,13 +331,14 @@ class _Properties:
                 self.length = self.length.meet(atom.length)
                 self.count_pointer = atom.pointer
         self._closed = any(isinstance(x, c.Declares) for x in atoms)
-        self._read_unevaluated(atoms, whole)
+        self._read_unevaluated(atoms, scope)
 
-    def _read_unevaluated(self, atoms: list[Atom], whole: bool) -> None:
+    def _read_unevaluated(self, atoms: list[Atom], scope: str | None) -> None:
         for atom in atoms:
             if not isinstance(atom, c.Unevaluated):
                 continue
-            if not whole:
+            if atom.pointer != scope:
+                # It sees only what its own schema speaks of, and not those it is merged with.
                 raise refusal(
                     atom.pointer, "unevaluatedProperties", "cannot be merged with other schemas"
                 )
@@ -449,11 +451,12 @@ class _Properties:
                 if not texts.is_empty:
                     found.append(texts)
             elif isinstance(shape, Fixed):
-                raise refusal(
-                    self._names_fit[0].pointer,
-                    "propertyNames",
-                    "by a list of names is not supported",
-                )
+                own_names = {json.loads(text) for text in shape.texts} - known
+                content = content_of(asked, frozenset())
+                fitting_names = [name for name in own_names if content.accepts(name.encode())]
+                if fitting_names:
+                    listed = literals(name.encode() for name in fitting_names)
+                    found.append(Texts(listed, ANY_LENGTH, only=frozenset(fitting_names)))
         return found
 
     def _matches(self, pattern: str, name: str) -> bool:

@@ -16,12 +16,17 @@ ANY: Key = frozenset()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """A string as its content's language; `asked` says the same in conditions, `without` names."""
+    """A string as its content's language and length.
+
+    Where the language came from, for who does without automata: all that is asked, less the strings
+    in `without`; or only the strings in `only`, where that is not None.
+    """
 
     content: Dfa
     length: Length
     asked: tuple[Matches | HasFormat, ...] = ()
     without: frozenset[str] = frozenset()
+    only: frozenset[str] | None = None
 
     @property
     def is_empty(self) -> bool:
