@@ -94,9 +94,7 @@ class _Maps:
         """Return the maps of some numbers, int16 [C, S]."""
         return np.stack([self._rows[number] for number in numbers.tolist()])
 
-    def _follow(
-        self, maps_N: NDArray[np.int32], classes_N: NDArray[np.intp]
-    ) -> NDArray[np.int32]:
+    def _follow(self, maps_N: NDArray[np.int32], classes_N: NDArray[np.intp]) -> NDArray[np.int32]:
         made = self._made[maps_N, classes_N]
         if (made < 0).any():
             num_classes = self._made.shape[1]
@@ -148,9 +146,7 @@ def _masks(
     block = 32 * 256
     for first in range(0, len(padded), block):
         bits = allowed_CD[padded[first : first + block]]
-        masks[:, first // 8 : (first + block) // 8] = np.packbits(
-            bits.T, axis=1, bitorder="little"
-        )
+        masks[:, first // 8 : (first + block) // 8] = np.packbits(bits.T, axis=1, bitorder="little")
     return masks.view("<u4").astype(np.uint32, copy=False), mask_id_S
 
 
