@@ -162,6 +162,7 @@ class _Worker:
         self._setup = setup
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._first: bytes | None = None
 
     async def run(self, job: Job) -> Answer:
         """Return how a job went.
@@ -201,7 +202,7 @@ class _Worker:
         """Send a job and return its answer; None where the process ended over it."""
         try:
             async with asyncio.timeout(self._setup.cpu_s * WALL_FACTOR):
-                return await _ask(process, job)
+                return await _ask(process, frame(job))
         except (TimeoutError, EOFError, OSError):
             await self.stop()
             return None
@@ -215,15 +216,18 @@ class _Worker:
             stdout=asyncio.subprocess.PIPE,
         )
         self._process = process
-        await _ask(process, self._setup)
+        if self._first is None:
+            # Megabytes of tokens: not on the loop, and not twice.
+            self._first = await asyncio.to_thread(frame, self._setup)
+        await _ask(process, self._first)
         return process
 
 
-async def _ask(process: asyncio.subprocess.Process, message: object) -> Answer:
+async def _ask(process: asyncio.subprocess.Process, message: bytes) -> Answer:
     """Send a message and return the answer (EOFError, OSError: the process ended)."""
     if process.stdin is None or process.stdout is None:
         raise EOFError
-    process.stdin.write(frame(message))
+    process.stdin.write(message)
     await process.stdin.drain()
     head = await process.stdout.readexactly(HEAD_BYTES)
     data = await process.stdout.readexactly(frame_length(head))
