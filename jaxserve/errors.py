@@ -7,6 +7,7 @@ JaxserveError
     InvalidRequestError 400
       ContextLengthError        prompt and budget exceed the context
       UnsupportedFieldError     a field this server does not apply
+      SchemaError               a schema or grammar that cannot be enforced exactly
     AuthenticationError 401
     NotFoundError 404
     MethodNotAllowedError 405
@@ -79,6 +80,30 @@ class UnsupportedFieldError(InvalidRequestError):
     """A known field whose value would change the answer in a way this server does not implement."""
 
     code = "unsupported_parameter"
+
+
+class SchemaError(InvalidRequestError):
+    """A schema, regular expression or grammar is malformed, too complex or not to be enforced.
+
+    `path` is the place in the schema as a JSON pointer ("" is its root, None: no schema),
+    `keyword` what stands there and cannot be enforced. Codes: invalid_schema, unsupported_schema,
+    schema_too_complex.
+    """
+
+    code = "invalid_schema"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        path: str | None = None,
+        keyword: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.path = path
+        self.keyword = keyword
 
 
 class AuthenticationError(ApiError):
