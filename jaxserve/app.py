@@ -202,6 +202,7 @@ class _Server:
             max_model_len=config.max_model_len,
             max_batch=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,
+            grammar_bytes=config.grammar_bytes,
         )
         with _PhaseReport(self._client) as report:
             loaded = load_model(folder, options, report)

@@ -44,6 +44,11 @@ class ServeConfig:
     kv_cache_bytes: int | None = flag(
         "bytes of KV pages; default: what the device leaves, on a CPU 1 GiB", None, metavar="N"
     )
+    grammar_bytes: int = flag(
+        "bytes of grammars on the device; what finds no room there is guided from the host, slower",
+        128 << 20,
+        metavar="N",
+    )
     max_waiting_requests: int = flag(
         "sequences that may wait for their first token; more are refused with 429",
         1024,
@@ -103,6 +108,7 @@ class ServeConfig:
             "max_batch": 1,
             "max_model_len": 2,
             "kv_cache_bytes": 1,
+            "grammar_bytes": 0,
             "max_waiting_requests": 1,
             "max_waiting_tokens": 1,
             "prefill_stall_factor": 0,

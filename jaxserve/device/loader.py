@@ -13,6 +13,7 @@ from typing import Literal
 
 import jax
 
+from jaxserve.device.arena import row_words
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget
 from jaxserve.device.plan import DevicePlan, kv_bytes_per_page, make_plan, pages_for
@@ -43,6 +44,7 @@ class LoadOptions:
     max_model_len: int | None
     max_batch: int
     kv_cache_bytes: int | None
+    grammar_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +141,11 @@ def _make_plan(
             max_batch=options.max_batch,
             max_model_len=max_model_len,
             is_accelerator=device.platform != "cpu",
+            arena_rows=arena_rows,
         )
 
-    state_bytes = state_num_bytes(options.max_batch, config.vocab_size)
+    arena_rows = options.grammar_bytes // (4 * row_words(config.vocab_size))
+    state_bytes = state_num_bytes(options.max_batch, config.vocab_size, arena_rows)
     if device.platform == "cpu":
         limit_bytes, temp_bytes = _host_memory_bytes(), 0
         kv_bytes = options.kv_cache_bytes or CPU_KV_CACHE_BYTES

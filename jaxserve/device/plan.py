@@ -34,6 +34,7 @@ class DevicePlan:
         table_sizes: page-table entries that programs are compiled for, ascending; the last holds
             max_model_len.
         chunk_pages: pages that attention reads at a time.
+        arena_rows: rows of grammars, beside those that slots own.
     """
 
     dtype: str
@@ -46,6 +47,7 @@ class DevicePlan:
     table_sizes: tuple[int, ...]
     extend_buckets: tuple[ExtendBucket, ...]
     chunk_pages: int
+    arena_rows: int = 0
 
 
 def pages_for(num_tokens: int) -> int:
@@ -59,7 +61,13 @@ def kv_bytes_per_page(config: ModelConfig, dtype: str) -> int:
 
 
 def make_plan(
-    *, dtype: str, num_pages: int, max_batch: int, max_model_len: int, is_accelerator: bool
+    *,
+    dtype: str,
+    num_pages: int,
+    max_batch: int,
+    max_model_len: int,
+    is_accelerator: bool,
+    arena_rows: int = 0,
 ) -> DevicePlan:
     """Choose the buckets for a pool and its limits."""
     contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
@@ -76,6 +84,7 @@ def make_plan(
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
         extend_buckets=_extend_buckets(max_model_len, is_accelerator),
         chunk_pages=chunk_tokens // PAGE_SIZE,
+        arena_rows=arena_rows,
     )
 
 

@@ -1,8 +1,9 @@
 """Sampling on the device: one id a row from its logits, its parameters and its position, all data.
 
 A row's id depends on nothing else: not on its slot, its neighbours or the batch's size. Filters
-apply in vLLM's order: temperature, min-p, top-k, top-p among what is left. Tokens that tie with the
-last one kept are kept too. B rows, V vocab, C candidates, J members of a group of tokens.
+apply in vLLM's order: temperature, min-p, top-k, top-p among what is left; all of them to what a
+grammar's mask leaves. Tokens that tie with the last one kept are kept too. B rows, V vocab, C
+candidates, J members of a group of tokens.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxserve.device.grammar import mask_BV, mask_VB
 
 NUM_CANDIDATES = 256
 """Most likely tokens that are sorted; filters that reach beyond them are resolved by bisection."""
@@ -46,26 +49,35 @@ def sample(
     rows: SamplingRows,
     is_adjusted_B: jax.Array,
     adjust: Callable[[jax.Array], jax.Array],
+    is_masked_B: jax.Array,
+    mask_BW: jax.Array,
 ) -> jax.Array:
     """Return int32 ids [B]; at temperature 0 the most likely token, the lowest of equals.
 
     `adjust` takes logits [B, V] and returns those to sample from; it runs only if any row is
-    adjusted.
+    adjusted. Then the masks apply (device/grammar.py), of which rows without one allow everything.
     """
-    greedy_B = _argmax(logits_VB)
+    is_any_masked = jnp.any(is_masked_B)
+    # Where it applies, a mask is part of the pass that reads the logits, not one more of its own.
+    greedy_B = lax.cond(
+        is_any_masked,
+        lambda: _argmax(mask_VB(logits_VB, mask_BW)),
+        lambda: _argmax(logits_VB),
+    )
     is_random_B = rows.temperature > 0
 
     def other() -> jax.Array:
         def adjusted() -> tuple[jax.Array, jax.Array]:
             logits_BV = adjust(logits_VB.T)
-            return logits_BV, jnp.where(is_adjusted_B, _argmax(logits_BV.T), greedy_B)
+            best_B = _argmax(mask_VB(logits_BV.T, mask_BW))
+            return logits_BV, jnp.where(is_adjusted_B, best_B, greedy_B)
 
         logits_BV, best_B = lax.cond(
             jnp.any(is_adjusted_B), adjusted, lambda: (logits_VB.T, greedy_B)
         )
         ids_B: jax.Array = lax.cond(
             jnp.any(is_random_B),
-            lambda: jnp.where(is_random_B, _draw(logits_BV, rows), best_B),
+            lambda: jnp.where(is_random_B, _draw(logits_BV, rows, is_any_masked, mask_BW), best_B),
             lambda: best_B,
         )
         return ids_B
@@ -84,10 +96,18 @@ def _argmax(logits_VB: jax.Array) -> jax.Array:
     return (group_B * DRAW_GROUP + jnp.argmax(members_JB, axis=0)).astype(jnp.int32)
 
 
-def _draw(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+def _draw(
+    logits_BV: jax.Array, rows: SamplingRows, is_any_masked: jax.Array, mask_BW: jax.Array
+) -> jax.Array:
     temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    shifted_BV = logits_BV - logits_BV.max(axis=-1, keepdims=True)
-    weight_BV = jnp.exp(shifted_BV / temperature_B[:, None])  # of [0, 1], the largest is 1
+
+    def weights(logits_BV: jax.Array) -> jax.Array:
+        shifted_BV = logits_BV - logits_BV.max(axis=-1, keepdims=True)
+        return jnp.exp(shifted_BV / temperature_B[:, None])  # of [0, 1], the largest is 1
+
+    weight_BV = lax.cond(
+        is_any_masked, lambda: weights(mask_BV(logits_BV, mask_BW)), lambda: weights(logits_BV)
+    )
     filters_B = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
     weight_BV = lax.cond(jnp.any(filters_B), lambda: _filter(weight_BV, rows), lambda: weight_BV)
     return _pick(weight_BV, _uniform(rows))

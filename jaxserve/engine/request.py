@@ -18,7 +18,14 @@ from dataclasses import dataclass, field
 
 from jaxserve.cache.radix import Node, Root
 from jaxserve.errors import InvariantError
-from jaxserve.types import GenerationRequest, RequestStats, SamplingParams
+from jaxserve.types import (
+    GenerationRequest,
+    GrammarPath,
+    Guidance,
+    Guide,
+    RequestStats,
+    SamplingParams,
+)
 
 
 class RequestStatus(enum.Enum):
@@ -46,6 +53,8 @@ class Request:
         num_copyable_tokens: computed by steps before the one that is planned.
         num_cached_tokens: prompt tokens that were found computed when it was first admitted.
         num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
+        guide: makes a mask for each token, where the device does not do without; it has gone along
+            with the first `num_guided_tokens` output ids.
     """
 
     request_id: str
@@ -68,6 +77,10 @@ class Request:
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
     num_scored_tokens: int = 0
+    guidance: Guidance | None = None
+    grammar_path: GrammarPath | None = None
+    guide: Guide | None = None
+    num_guided_tokens: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -82,6 +95,7 @@ class Request:
             priority=submitted.priority,
             cache_salt=submitted.cache_salt,
             session=submitted.session,
+            guidance=submitted.guidance,
         )
 
     @property
@@ -128,6 +142,11 @@ class Request:
         """Whether another token may be dispatched: those in flight count against max_tokens."""
         return self.num_sampled_tokens < self.sampling.max_tokens
 
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether its next token needs a mask, and that the last one be read first."""
+        return self.guide is not None and self.num_sampled_tokens > len(self.output_ids)
+
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the known ids at positions [start, end)."""
         num_prompt = len(self.prompt_ids)
@@ -145,4 +164,5 @@ class Request:
             queue_s=None if self.admitted_s is None else self.admitted_s - self.arrival_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
             total_s=now_s - self.arrival_s,
+            grammar_path=self.grammar_path,
         )

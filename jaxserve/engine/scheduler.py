@@ -150,6 +150,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def running_slots(self) -> set[int]:
+        """Slots that running requests hold."""
+        return {request.slot for request in self._running}
+
+    @property
     def num_pages_held(self) -> int:
         """Pages that running requests hold; the others are free, or cached and can be evicted."""
         return self.pool.num_used - self.tree.num_evictable
@@ -304,6 +309,7 @@ class Scheduler:
                 for request in self._running
                 if request.num_computed_tokens >= request.prefill_end
                 and request.has_tokens_to_sample
+                and not request.waits_for_token
             ]
             num_short = sum(
                 request.num_computed_tokens == len(request.pages) * self._page_size

@@ -1,0 +1,37 @@
+"""One sequence's way through token tables, on the host, a token at a time."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
+
+
+class TablesGuide:
+    """A `Guide` of jaxserve.types; its states are the tables' own."""
+
+    def __init__(self, tables: TokenTables) -> None:
+        self._tables = tables
+        self._state = START_STATE
+
+    @property
+    def state(self) -> int:
+        """The state, -1 after the text's end."""
+        return self._state
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here, or has ended."""
+        return self._state == DEAD_STATE or bool(self._tables.accepting_S[self._state])
+
+    def allowed_words(self) -> NDArray[np.uint32]:
+        """Return the mask of the state; nothing after the text's end."""
+        masks_DW = self._tables.masks_DW
+        if self._state == DEAD_STATE:
+            return np.zeros_like(masks_DW[0])
+        words: NDArray[np.uint32] = masks_DW[self._tables.mask_id_S[self._state]]
+        return words
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a token; one that is not allowed ends the text."""
+        if self._state != DEAD_STATE:
+            self._state = self._tables.advance(self._state, token_id)
