@@ -147,6 +147,7 @@ def test_what_finds_no_room_in_the_arena_is_guided_from_the_host(e2b: TinyModel)
     engine = TinyEngine(e2b.runner)
     for request in requests:
         engine.submit(request)
+    engine.step()
     engine.run_until_idle()
 
     assert [path_of(engine, request.request_id) for request in requests] == [
@@ -159,6 +160,7 @@ def test_what_finds_no_room_in_the_arena_is_guided_from_the_host(e2b: TinyModel)
     # Nobody uses them any more.
     again = TinyEngine(e2b.runner)
     again.submit(requests[2])
+    again.step()
     again.run_until_idle()
     assert path_of(again, "large2") == "device"
     rendered = engine.metrics.render().decode()
@@ -210,7 +212,9 @@ def test_min_tokens_keep_a_text_open_that_may_go_on(e2b: TinyModel) -> None:
     assert not ENDS.intersection(ids[:-1])
 
 
-def words_mask(is_set_V: "np.ndarray[tuple[int], np.dtype[np.bool_]]") -> "np.ndarray[tuple[int, int], np.dtype[np.uint32]]":
+def words_mask(
+    is_set_V: "np.ndarray[tuple[int], np.dtype[np.bool_]]",
+) -> "np.ndarray[tuple[int, int], np.dtype[np.uint32]]":
     packed = np.packbits(is_set_V, bitorder="little")
     return packed.view(np.uint32)[None]
 
@@ -262,6 +266,7 @@ def test_an_aborted_sequence_leaves_its_grammars_rows_to_others(e2b: TinyModel) 
         name = f"large{i}"
         others = random_tables(20 + i, vocab_size=VOCAB, num_states=30, num_special=110)
         engine.submit(guided(name, others))
+        engine.step()
         engine.run_until_idle()
         assert path_of(engine, name) == "device"
         assert_kept(others, engine.tokens_of(name))

@@ -24,8 +24,8 @@ from jaxserve.device.grammar import (
     GrammarRows,
     allowed_words,
     make_arena,
-    mask_BV,
-    mask_VB,
+    mask_logits,
+    masked_argmax,
     next_states,
     write_rows,
 )
@@ -43,7 +43,8 @@ NUM_ROWS = 400
 
 _allowed = jax.jit(allowed_words, static_argnames="vocab_size")
 _next = jax.jit(next_states, static_argnames="vocab_size")
-_mask_BV, _mask_VB, _write = jax.jit(mask_BV), jax.jit(mask_VB), jax.jit(write_rows)
+_mask_logits, _masked_argmax = jax.jit(mask_logits), jax.jit(masked_argmax)
+_write = jax.jit(write_rows)
 
 
 class Device:
@@ -84,10 +85,17 @@ class Device:
     def allowed(self, rows: GrammarRows) -> Bools:
         words_BW = _allowed(self.arena_NR, rows, vocab_size=self.vocab_size)
         zeros_BV = jnp.zeros((len(words_BW), self.vocab_size))
-        allowed_BV = np.asarray(_mask_BV(zeros_BV, words_BW)) == 0
-        allowed_VB = np.asarray(_mask_VB(zeros_BV.T, words_BW)) == 0
-        np.testing.assert_array_equal(allowed_BV, allowed_VB.T)
+        allowed_BV = np.asarray(_mask_logits(zeros_BV, words_BW)) == 0
+        self._check_argmax(words_BW, allowed_BV)
         return allowed_BV
+
+    def _check_argmax(self, words_BW: jax.Array, allowed_BV: Bools) -> None:
+        """The largest is found among what is allowed, of equals the lowest id."""
+        rng = np.random.default_rng(int(words_BW.sum() % 1000))
+        logits_BV = rng.integers(-9, 9, allowed_BV.shape).astype(np.float32)
+        best_B = _masked_argmax(jnp.asarray(logits_BV.T), words_BW)
+        expected_B = np.where(allowed_BV, logits_BV, -np.inf).argmax(axis=1)
+        np.testing.assert_array_equal(best_B, expected_B)
 
     def next(self, rows: GrammarRows, ids: Sequence[int]) -> list[int]:
         padded = jnp.asarray([*ids, *[0] * (NUM_SLOTS - len(ids))])
