@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEAD = -1
-MINIMIZE_STATES = 4_096
-"""Larger automata stay as they are: refining them takes a round for each state of a counter."""
+_MINIMIZE_WORK = 4_000_000
+"""Moves looked at before an automaton stays as it is: a counter takes a round for each count."""
 
 
 S = TypeVar("S", bound=Hashable)
@@ -84,7 +84,7 @@ class Dfa:
 def from_table(table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int = 0) -> Dfa:
     """Make a Dfa of moves by byte, int32 [S, 256]."""
     columns, class_of_byte = np.unique(table, axis=1, return_inverse=True)
-    return _trimmed(Transitions(columns.astype(np.int32), class_of_byte.ravel()), accepting, start)
+    return trimmed(Transitions(columns.astype(np.int32), class_of_byte.ravel()), accepting, start)
 
 
 def explore(
@@ -154,7 +154,7 @@ def product(
     a_accepting = [*left.accepting_S.tolist(), False]
     b_accepting = [*right.accepting_S.tolist(), False]
     accepting = np.array([accepts(a_accepting[a], b_accepting[b]) for a, b in queue], np.bool_)
-    return minimize(_trimmed(Transitions(np.array(rows, np.int32), class_of_byte), accepting, 0))
+    return minimize(trimmed(Transitions(np.array(rows, np.int32), class_of_byte), accepting))
 
 
 def intersection(left: Dfa, right: Dfa, limit: int = 100_000) -> Dfa:
@@ -168,9 +168,7 @@ def difference(left: Dfa, right: Dfa, limit: int = 100_000) -> Dfa:
 
 
 def minimize(dfa: Dfa) -> Dfa:
-    """Join states that accept the same texts, where there are at most MINIMIZE_STATES."""
-    if dfa.num_states > MINIMIZE_STATES:
-        return dfa
+    """Join states that accept the same texts, unless that takes too long."""
     table = dfa.moves.next_SK
     # A state's signature: a sum of random words for its own block and each move's block. 64 bits
     # and at most a few thousand states: two blocks do not meet by chance.
@@ -178,7 +176,7 @@ def minimize(dfa: Dfa) -> Dfa:
     mixer = np.random.default_rng(17).integers(1, 2**64, (dfa.num_states + 1,), np.uint64)
     block = dfa.accepting_S.astype(np.intp)
     count = len(np.unique(block))
-    while True:
+    for _ in range(max(_MINIMIZE_WORK // table.size, 1)):
         mixed = mixer[np.append(block, dfa.num_states)]
         # Index -1 is the last: the dead state.
         signature = (mixed[table] * words[:-1]).sum(axis=1, dtype=np.uint64)
@@ -187,6 +185,8 @@ def minimize(dfa: Dfa) -> Dfa:
         if len(first) == count:
             break
         count = len(first)
+    else:
+        return dfa
     if count == dfa.num_states:
         return dfa
     # Blocks in the order of their first states, so that the start stays 0.
@@ -318,7 +318,7 @@ class _Determinizer:
         start = int(numbers[0])
         if start == DEAD:
             return nothing()
-        return _trimmed(Transitions(moves, class_of_byte), accepting, start)
+        return trimmed(Transitions(moves, class_of_byte), accepting, start)
 
     def _row(self, members: frozenset[int], rows: dict[int, list[int]]) -> list[int]:
         for node in members:
@@ -398,7 +398,7 @@ def _merge_classes(table: NDArray[np.int32], class_of_byte: NDArray[np.intp]) ->
     return Transitions(columns.astype(np.int32), inverse.ravel()[class_of_byte])
 
 
-def _trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int) -> Dfa:
+def trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int = 0) -> Dfa:
     """Keep the states between the start and an accepting one; the start becomes 0."""
     table = moves.next_SK
     reachable = _reached(table, np.array([start]))
