@@ -27,6 +27,9 @@ from jaxserve.types import GrammarImage
 
 Words = npt.NDArray[np.uint32]
 
+Key = str | frozenset[int]
+"""What names a thing in the arena: a grammar's own key, or the end ids of a mask."""
+
 MIN_ROW_WORDS = 1024
 
 # Where a header's constants lie, counted from its end; in front stand the arena rows of the image.
@@ -74,7 +77,8 @@ def pack_bits(is_set_V: npt.NDArray[np.bool_]) -> Words:
     padded = np.zeros(num_words * 32, np.bool_)
     padded[: len(is_set_V)] = is_set_V
     bits_W32 = np.ascontiguousarray(padded.reshape(32, num_words).T)
-    return np.packbits(bits_W32, axis=1, bitorder="little").view("<u4").reshape(-1)
+    words: Words = np.packbits(bits_W32, axis=1, bitorder="little").view("<u4").reshape(-1)
+    return words
 
 
 def distances(tables: Tables) -> npt.NDArray[np.int64]:
@@ -151,17 +155,17 @@ def pack(tables: Tables, key: str, vocab_size: int, max_rows: int) -> GrammarIma
 
 def _halves(values: npt.NDArray[np.uint16], num_words: int) -> Words:
     """Put value i and value i + num_words in word i."""
-    both = np.zeros((2, num_words), np.uint32)
-    both[0] = values[:num_words]
-    both[1, : len(values) - num_words] = values[num_words:]
-    return both[0] | both[1] << 16
+    words = np.zeros(num_words, np.uint32)
+    words |= values[:num_words]
+    words[: len(values) - num_words] |= values[num_words:].astype(np.uint32) << 16
+    return words
 
 
 def _pairs(values: npt.NDArray[np.uint16]) -> Words:
     """Put values 2i and 2i + 1 in word i."""
-    padded = np.zeros(-(-len(values) // 2) * 2, np.uint32)
-    padded[: len(values)] = values
-    return padded[0::2] | padded[1::2] << 16
+    words = values[0::2].astype(np.uint32)
+    words[: len(values) // 2] |= values[1::2].astype(np.uint32) << 16
+    return words
 
 
 def strided(words: Words, vocab_size: int) -> Words:
@@ -225,8 +229,8 @@ class Arena:
         self._vocab_size = vocab_size
         self._num_rows = num_rows
         self._free = list(range(num_slots + num_rows, num_slots, -1))
-        # By key of a grammar, or by the end ids of a mask; the one unused for longest is first.
-        self._residents: dict[str | frozenset[int], _Resident] = {}
+        # The one that was placed least lately is first.
+        self._residents: dict[Key, _Resident] = {}
 
     @property
     def num_rows_used(self) -> int:
@@ -243,7 +247,7 @@ class Arena:
         for resident in self._residents.values():
             resident.slots.intersection_update(live_slots)
             resident.slots.discard(slot)
-        num_rows = {image.key: len(image.rows_NR) + 1, end_ids: 1}
+        num_rows: dict[Key, int] = {image.key: len(image.rows_NR) + 1, end_ids: 1}
         wanted = num_rows.keys()
         num_pinned = sum(
             len(resident.rows)
@@ -256,19 +260,20 @@ class Arena:
         self._evict(num_missing, wanted)
         writes: list[Write] = []
         for key, count in num_rows.items():
-            resident = self._residents.pop(key, None)
-            if resident is None:
-                resident = _Resident([self._free.pop() for _ in range(count)], set())
+            if key in self._residents:
+                self._residents[key] = self._residents.pop(key)  # the last to be evicted
+            else:
+                rows = [self._free.pop() for _ in range(count)]
+                self._residents[key] = _Resident(rows, set())
                 if isinstance(key, str):
-                    writes += self._image_writes(image, resident.rows)
+                    writes += self._image_writes(image, rows)
                 else:
-                    writes.append(Write(resident.rows[0], end_mask(key, self._vocab_size)))
-            self._residents[key] = resident
-            resident.slots.add(slot)
+                    writes.append(Write(rows[0], end_mask(key, self._vocab_size)))
+            self._residents[key].slots.add(slot)
         header, ends = (self._residents[key].rows[0] for key in num_rows)
         return Place(header, ends, writes)
 
-    def _evict(self, num_missing: int, wanted: Collection[str | frozenset[int]]) -> None:
+    def _evict(self, num_missing: int, wanted: Collection[Key]) -> None:
         for key in list(self._residents):
             if num_missing <= len(self._free):
                 return

@@ -162,7 +162,7 @@ def masked_argmax(logits_VB: jax.Array, words_BW: jax.Array) -> jax.Array:
         stride_WB = jnp.where(is_better_WB, stride, stride_WB)
     ids_WB = stride_WB * num_words + jnp.arange(num_words)[:, None]
     is_best_WB = best_WB == best_WB.max(axis=0)
-    return jnp.where(is_best_WB, ids_WB, jnp.iinfo(jnp.int32).max).min(axis=0).astype(jnp.int32)
+    return jnp.where(is_best_WB, ids_WB, 32 * num_words).min(axis=0)
 
 
 def _cut(

@@ -12,6 +12,7 @@ from jaxserve.http.choice import ChoiceText
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Engine, Generation
+from jaxserve.http.grammars import guide, prepare
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
 from jaxserve.http.served_model import ServedModel
@@ -36,6 +37,7 @@ async def generate(
     """Generate `n` answers to each prompt; a stream is sent when the response is."""
     is_chat = kind is ChatAnswer
     request_id = logs.request_id.get()
+    grammar = None if options.grammar is None else await prepare(model.grammars, options.grammar)
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
         id_lists,
@@ -48,6 +50,13 @@ async def generate(
         session=options.session or http.headers.get("x-session-id"),
         max_sequences=config.max_sequences,
     )
+    if grammar is not None:
+        requests = guide(
+            requests,
+            grammar,
+            model.end_token_ids,
+            ensures_complete=options.ensure_complete,
+        )
     stop = StopAutomaton(options.stop)
     choices = [
         ChoiceText(model, options, request.sampling, stop, offset=len(echoes[i // options.n].text))

@@ -85,7 +85,7 @@ class Device:
     def allowed(self, rows: GrammarRows) -> Bools:
         words_BW = _allowed(self.arena_NR, rows, vocab_size=self.vocab_size)
         zeros_BV = jnp.zeros((len(words_BW), self.vocab_size))
-        allowed_BV = np.asarray(_mask_logits(zeros_BV, words_BW)) == 0
+        allowed_BV: Bools = np.asarray(_mask_logits(zeros_BV, words_BW)) == 0
         self._check_argmax(words_BW, allowed_BV)
         return allowed_BV
 

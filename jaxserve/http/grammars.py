@@ -1,0 +1,129 @@
+"""Grammars as requests meet them: compiled once, laid out for the device, handed to sequences.
+
+Event loop only; the work is done elsewhere, by the compiler's process or a worker thread.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import anyio.to_thread
+
+from jaxserve.device.arena import distances, pack
+from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
+from jaxserve.guided import tables as guided
+from jaxserve.guided.guide import TablesGuide
+from jaxserve.openai.guided import GrammarRequest
+from jaxserve.types import GenerationRequest, Grammar, Guidance
+
+_MAX_KEPT = 64
+
+
+class Compiler(Protocol):
+    """Compiles grammars; jaxserve.guided has it."""
+
+    async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
+        """Return a grammar; raises SchemaError where it can't be enforced."""
+        ...
+
+
+class Grammars:
+    """The grammars of one model, the latest kept."""
+
+    def __init__(self, compiler: Compiler, *, vocab_size: int, arena_rows: int) -> None:
+        """`arena_rows` is what the device has for grammars; larger ones run on the host."""
+        self._compiler = compiler
+        self._vocab_size = vocab_size
+        self._arena_rows = arena_rows
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+
+    async def prepare(self, spec: guided.GrammarSpec) -> Grammar:
+        """Compile a grammar, or find it.
+
+        Raises:
+            SchemaError: it can't be enforced.
+        """
+        key = spec.digest
+        grammar = self._kept.get(key)
+        if grammar is None:
+            compiled = await self._compiler.compile(spec)
+            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled)
+            self._kept[key] = grammar
+            if len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        else:
+            self._kept.move_to_end(key)
+        return grammar
+
+    def _lay_out(self, key: str, compiled: guided.Grammar) -> Grammar:
+        if isinstance(compiled, guided.HostGrammar):
+            raise NotImplementedError
+        # One row is the header's, one the end ids'.
+        image = pack(compiled, key, self._vocab_size, self._arena_rows - 2)
+        return Grammar(
+            start=lambda: TablesGuide(compiled),
+            image=image,
+            min_tokens=int(distances(compiled)[guided.START_STATE]),
+        )
+
+
+async def prepare(grammars: Grammars | None, request: GrammarRequest) -> Grammar:
+    """Compile what a request asks for; errors name the field.
+
+    Raises:
+        SchemaError: it can't be enforced.
+        UnsupportedFieldError: this server has no grammars.
+    """
+    if grammars is None:
+        raise UnsupportedFieldError(
+            f"{request.param} is not supported by this server.", param=request.param
+        )
+    try:
+        return await grammars.prepare(request.spec)
+    except SchemaError as error:
+        error.param = request.param
+        raise
+
+
+def guide(
+    requests: Sequence[GenerationRequest],
+    grammar: Grammar,
+    model_end_ids: frozenset[int],
+    *,
+    ensures_complete: bool,
+) -> list[GenerationRequest]:
+    """Give planned sequences a grammar.
+
+    Raises:
+        InvalidRequestError: the budget does not hold the shortest complete text.
+    """
+    if ensures_complete:
+        _check_budget(requests, grammar)
+    # What ignores all ends still has to be told that the text is over.
+    guidances = {
+        ids: Guidance(
+            grammar=grammar, end_ids=ids or model_end_ids, ensures_complete=ensures_complete
+        )
+        for ids in {request.sampling.stop_token_ids for request in requests}
+    }
+    return [
+        replace(request, guidance=guidances[request.sampling.stop_token_ids])
+        for request in requests
+    ]
+
+
+def _check_budget(requests: Sequence[GenerationRequest], grammar: Grammar) -> None:
+    if grammar.image is None or grammar.min_tokens is None:
+        raise InvalidRequestError(
+            "ensure_complete is not supported for a grammar that runs on the host: one that"
+            " recurs, or is too large for the device.",
+            param="ensure_complete",
+        )
+    max_tokens = min(request.sampling.max_tokens for request in requests)
+    if max_tokens < grammar.min_tokens:
+        raise InvalidRequestError(
+            f"ensure_complete: the shortest text and its end take {grammar.min_tokens} tokens;"
+            f" this answer may have {max_tokens}.",
+            param="ensure_complete",
+        )
