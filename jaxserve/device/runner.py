@@ -207,6 +207,11 @@ class ModelRunner:
         return self._plan.max_model_len
 
     @property
+    def arena_rows(self) -> int:
+        """Rows that grammars can have on the device."""
+        return self._plan.arena_rows
+
+    @property
     def extend_buckets(self) -> tuple[ExtendBucket, ...]:
         """Ascending by tokens."""
         return self._plan.extend_buckets

@@ -1,11 +1,12 @@
 """Grammars as requests meet them: compiled once, laid out for the device, handed to sequences.
 
-Event loop only; the work is done elsewhere, by the compiler's process or a worker thread.
+Event loop only; the work is done elsewhere, by the compiler or a worker thread.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Protocol
 
 import anyio.to_thread
@@ -13,7 +14,9 @@ import anyio.to_thread
 from jaxserve.device.arena import distances, pack
 from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
 from jaxserve.guided import tables as guided
-from jaxserve.guided.guide import TablesGuide
+from jaxserve.guided.guide import MatcherGuide, TablesGuide
+from jaxserve.guided.host import HostMatcher, HostTokenizer
+from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.openai.guided import GrammarRequest
 from jaxserve.types import GenerationRequest, Grammar, Guidance
 
@@ -21,7 +24,7 @@ _MAX_KEPT = 64
 
 
 class Compiler(Protocol):
-    """Compiles grammars; jaxserve.guided has it."""
+    """Compiles grammars: jaxserve.guided has it."""
 
     async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
         """Return a grammar; raises SchemaError where it can't be enforced."""
@@ -31,14 +34,61 @@ class Compiler(Protocol):
 class Grammars:
     """The grammars of one model, the latest kept."""
 
-    def __init__(self, compiler: Compiler, *, vocab_size: int, arena_rows: int) -> None:
-        """`arena_rows` is what the device has for grammars; larger ones run on the host."""
+    def __init__(
+        self,
+        compiler: Compiler,
+        vocabulary: GrammarVocabulary,
+        *,
+        vocab_size: int,
+        arena_rows: int,
+    ) -> None:
+        """`vocab_size` is the model's; the device has `arena_rows` for grammars."""
         self._compiler = compiler
+        self._vocabulary = vocabulary
         self._vocab_size = vocab_size
         self._arena_rows = arena_rows
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._host_tokenizer: HostTokenizer | None = None
+        self._host_lock = Lock()
 
     async def prepare(self, spec: guided.GrammarSpec) -> Grammar:
+        """Compile a grammar, or find it.
+
+        Raises:
+            SchemaError: it can't be enforced.
+        """
+        key = spec.digest
+        grammar = self._kept.get(key)
+        if grammar is None:
+            compiled = await self._compiler.compile(spec)
+            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled)
+        self._kept[key] = grammar
+        self._kept.move_to_end(key)
+        if len(self._kept) > _MAX_KEPT:
+            self._kept.popitem(last=False)
+        return grammar
+
+    def _lay_out(self, key: str, compiled: guided.Grammar) -> Grammar:
+        if isinstance(compiled, guided.HostGrammar):
+            matcher = HostMatcher(self._tokenizer_of_host(), compiled)
+            return Grammar(
+                start=lambda: MatcherGuide(matcher.copy(), vocab_size=self._vocab_size)
+            )
+        # One row of the arena is the header's, one the end ids'.
+        return Grammar(
+            start=lambda: TablesGuide(compiled),
+            image=pack(compiled, key, self._vocab_size, self._arena_rows - 2),
+            min_tokens=int(distances(compiled)[guided.START_STATE]),
+        )
+
+    def _tokenizer_of_host(self) -> HostTokenizer:
+        with self._host_lock:
+            if self._host_tokenizer is None:
+                self._host_tokenizer = HostTokenizer(self._vocabulary)
+            return self._host_tokenizer
+
+
+async def prepare(self, spec: guided.GrammarSpec) -> Grammar:
         """Compile a grammar, or find it.
 
         Raises:
