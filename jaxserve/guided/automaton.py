@@ -10,14 +10,15 @@ Letters: S states, K byte classes.
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count as count_from
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 DEAD = -1
-_MINIMIZE_WORK = 4_000_000
-"""Moves looked at before an automaton stays as it is: a counter takes a round for each count."""
+_MINIMIZE_ROUNDS = 24
+"""After so many an automaton stays as it is if refining goes slowly: counters take a round a count."""
 
 
 S = TypeVar("S", bound=Hashable)
@@ -176,7 +177,7 @@ def minimize(dfa: Dfa) -> Dfa:
     mixer = np.random.default_rng(17).integers(1, 2**64, (dfa.num_states + 1,), np.uint64)
     block = dfa.accepting_S.astype(np.intp)
     count = len(np.unique(block))
-    for _ in range(max(_MINIMIZE_WORK // table.size, 1)):
+    for done in count_from(1):
         mixed = mixer[np.append(block, dfa.num_states)]
         # Index -1 is the last: the dead state.
         signature = (mixed[table] * words[:-1]).sum(axis=1, dtype=np.uint64)
@@ -184,9 +185,9 @@ def minimize(dfa: Dfa) -> Dfa:
         _, first, block = np.unique(signature, return_index=True, return_inverse=True)
         if len(first) == count:
             break
+        if done >= _MINIMIZE_ROUNDS and (len(first) - count) * 128 < dfa.num_states - 1024:
+            return dfa
         count = len(first)
-    else:
-        return dfa
     if count == dfa.num_states:
         return dfa
     # Blocks in the order of their first states, so that the start stays 0.

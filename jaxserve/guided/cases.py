@@ -155,8 +155,7 @@ class _Branches:
             if self._count > MAX_CASES:
                 pointer = next(iter(branch.seen)).pointer
                 raise SchemaError(
-                    f"{pointer or 'the schema'}: its alternatives make more than"
-                    f" {MAX_CASES} cases",
+                    f"{pointer or 'the schema'}: its alternatives make more than {MAX_CASES} cases",
                     path=pointer,
                     code="schema_too_complex",
                 )
@@ -191,9 +190,7 @@ class _Branches:
         """
         # What the value fits is known in atoms; `seen` keeps it from being followed again.
         fitting = {x: None for x in branch.seen if x.positive}
-        together = _Branch(
-            [literal.contrary()], dict(branch.atoms), seen=fitting, is_check=True
-        )
+        together = _Branch([literal.contrary()], dict(branch.atoms), seen=fitting, is_check=True)
         return next(self.shapes(together), None) is None
 
     def _take_apart(self, branch: _Branch) -> bool:
@@ -227,4 +224,3 @@ class _Branches:
         else:
             branch.negative.append(literal)
         return True
-

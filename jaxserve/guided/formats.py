@@ -104,3 +104,8 @@ def format_texts(name: str) -> Dfa | None:
             code="unsupported_schema",
         )
     return None
+
+
+def expression_of(name: str) -> str:
+    """Return the expression of an enforced format, in the engine's syntax."""
+    return _EXPRESSIONS[name]

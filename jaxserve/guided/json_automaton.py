@@ -300,10 +300,7 @@ class _ArrayWriter:
             length, schema = counted.length, counted.schema
             other = Literal(schema.pointer, not schema.positive)
             more = count + 1 if length.most is not None else min(count + 1, length.least)
-            split = [
-                (self._cases.key(*one, other), (*counts, count))
-                for one, counts in variants
-            ]
+            split = [(self._cases.key(*one, other), (*counts, count)) for one, counts in variants]
             if length.most is None or more <= length.most:
                 split += [
                     (self._cases.key(*one, schema), (*counts, more)) for one, counts in variants
