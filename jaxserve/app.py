@@ -29,8 +29,10 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.inbox import Inbox
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
+from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
+from jaxserve.http.grammars import Grammars, ThreadCompiler
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
@@ -223,6 +225,7 @@ class _Server:
             placeholder_token_ids=loaded.config.placeholder_token_ids,
             created=int(time.time()),
             defaults=defaults,
+            grammars=make_grammars(loaded, tokenizer, end_ids),
         )
         core = EngineCore(
             loaded.runner,
@@ -244,6 +247,22 @@ class _Server:
             return DEMO_MODEL_NAME
         is_folder = Path(config.model).expanduser() == folder
         return folder.resolve().name if is_folder else config.model
+
+
+def make_grammars(loaded: LoadedModel, tokenizer: Tokenizer, end_ids: frozenset[int]) -> Grammars:
+    """Return the grammars of a loaded model, whose control tokens are no text."""
+    vocab_size = loaded.config.vocab_size
+    vocabulary = GrammarVocabulary.build(
+        tokenizer.pieces,
+        control_ids=tokenizer.special_ids | end_ids | loaded.config.placeholder_token_ids,
+        vocab_size=vocab_size,
+    )
+    return Grammars(
+        ThreadCompiler(vocabulary),
+        vocabulary,
+        vocab_size=vocab_size,
+        arena_rows=loaded.runner.arena_rows,
+    )
 
 
 def make_scheduler(

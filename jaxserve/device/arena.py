@@ -58,6 +58,8 @@ class Tables(Protocol):
     @property
     def mask_id_S(self) -> npt.NDArray[np.int32]: ...
     @property
+    def masks_DW(self) -> npt.NDArray[np.uint32]: ...
+    @property
     def accepting_S(self) -> npt.NDArray[np.bool_]: ...
 
 
@@ -106,43 +108,35 @@ def num_image_rows(num_states: int, num_classes: int, num_masks: int, vocab_size
 def pack(tables: Tables, key: str, vocab_size: int, max_rows: int) -> GrammarImage | None:
     """Lay a grammar out; None where it has too many classes, or more rows than `max_rows`.
 
-    `key` names the grammar: equal keys, equal tables. Takes 0.3 ms for each distinct mask.
+    `key` names the grammar: equal keys, equal tables. Takes 0.1 ms for each distinct mask.
     """
     num_states, num_classes = tables.next_SC.shape
-    mask_id_S = tables.mask_id_S
-    ids_D, sample_D, mask_S = np.unique(mask_id_S, return_index=True, return_inverse=True)
-    num_rows = num_image_rows(num_states, num_classes, len(ids_D), vocab_size)
+    num_masks = len(tables.masks_DW)
+    num_rows = num_image_rows(num_states, num_classes, num_masks, vocab_size)
     row_size = row_words(vocab_size)
-    limit = min(max_rows, row_size - _NUM_CONSTANTS)
-    if num_classes > MAX_CLASSES or num_rows > limit:
+    if num_classes > MAX_CLASSES or num_rows > min(max_rows, row_size - _NUM_CONSTANTS):
         return None
 
     class_of_V = np.zeros(vocab_size, np.uint16)
     known = tables.class_of_V[:vocab_size]
     class_of_V[: len(known)] = known
     first_state, first_next = -(-vocab_size // 2), -(-vocab_size // 2) + 2 * num_states
+    first_mask = num_rows - num_masks
+    distance_S = distances(tables)
+    next_distance_S = np.append(distance_S, 0)[tables.next_SC].max(axis=1)
+
     rows_NR = np.zeros((num_rows, row_size), np.uint32)
     words = rows_NR.reshape(-1)
     words[:first_state] = _halves(class_of_V, first_state)
-    first_mask = num_rows - len(ids_D)
-    distance_S = distances(tables)
-    next_distance_S = np.append(distance_S, 0)[tables.next_SC].max(axis=1)
     state_S2 = words[first_state:first_next].reshape(-1, 2)
-    state_S2[:, 0] = first_mask + mask_S.reshape(-1)
+    state_S2[:, 0] = first_mask + tables.mask_id_S
     state_S2[:, 0] |= tables.accepting_S.astype(np.uint32) << MASK_ROW_BITS
     state_S2[:, 1] = distance_S | next_distance_S << 16
-    flat = tables.next_SC.astype(np.int16).reshape(-1).view(np.uint16)
+    flat = np.ascontiguousarray(tables.next_SC, np.int16).reshape(-1).view(np.uint16)
     words[first_next : first_next + -(-len(flat) // 2)] = _pairs(flat)
-
-    # A mask's bits in their packed order are a lookup by class in that order.
     num_words = mask_words(vocab_size)
-    padded = np.zeros(num_words * 32, np.uint16)
-    padded[:vocab_size] = class_of_V
-    class_W32 = np.ascontiguousarray(padded.reshape(32, num_words).T)
-    for row, state in enumerate(sample_D.tolist(), start=first_mask):
-        is_allowed_W32 = (tables.next_SC[state] >= 0)[class_W32]
-        packed = np.packbits(is_allowed_W32, axis=1, bitorder="little")
-        rows_NR[row, :num_words] = packed.view("<u4").reshape(-1)
+    for row_R, mask_W in zip(rows_NR[first_mask:], tables.masks_DW, strict=True):
+        row_R[:num_words] = strided(mask_W, vocab_size)
     rows_NR.setflags(write=False)
     return GrammarImage(
         key=key,
@@ -169,15 +163,20 @@ def _pairs(values: npt.NDArray[np.uint16]) -> Words:
 
 
 def strided(words: Words, vocab_size: int) -> Words:
-    """Turn a mask whose bit b of word w is token 32·w + b into one of the arena's."""
+    """Turn a mask whose bit b of word w is token 32·w + b into one of the arena's.
+
+    Tokens that it does not reach are not allowed; those from `vocab_size` on are dropped.
+    """
     num_words = mask_words(vocab_size)
+    plain = np.zeros(num_words, np.uint32)
+    plain[: len(words)] = words[:num_words]
     if num_words % 32:
-        bits = np.unpackbits(words[:num_words].view(np.uint8), bitorder="little")
+        bits = np.unpackbits(plain.view(np.uint8), bitorder="little")
         return pack_bits(bits[:vocab_size].astype(np.bool_))
     # 32 words, one of each stride, are a square of bits, and the mask is its transpose.
-    square_Q32 = np.ascontiguousarray(words[:num_words].reshape(32, -1).T)
+    square_Q32 = np.ascontiguousarray(plain.reshape(32, -1).T)
     for half, low in _TRANSPOSE_STEPS:
-        pair_QN2J = square_Q32.reshape(-1, 32 // (2 * half), 2, half)
+        pair_QN2J = square_Q32.reshape(-1, 32 // (2 * int(half)), 2, int(half))
         above, below = pair_QN2J[:, :, 0], pair_QN2J[:, :, 1]
         swapped = (above >> half ^ below) & low
         below ^= swapped

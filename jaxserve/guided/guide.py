@@ -43,9 +43,10 @@ class MatcherGuide:
 
     state = START_STATE
 
-    def __init__(self, matcher: HostMatcher, *, vocab_size: int) -> None:
+    def __init__(self, matcher: HostMatcher, *, num_words: int) -> None:
+        """`num_words` are those of a mask."""
         self._matcher = matcher
-        self._num_words = max(matcher.num_words, -(-vocab_size // 32))
+        self._num_words = num_words
         self._has_ended = False
 
     @property

@@ -14,6 +14,7 @@ import anyio.to_thread
 from jaxserve.device.arena import distances, pack
 from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
 from jaxserve.guided import tables as guided
+from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.guide import MatcherGuide, TablesGuide
 from jaxserve.guided.host import HostMatcher, HostTokenizer
 from jaxserve.guided.vocabulary import GrammarVocabulary
@@ -29,6 +30,17 @@ class Compiler(Protocol):
     async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
         """Return a grammar; raises SchemaError where it can't be enforced."""
         ...
+
+
+class ThreadCompiler:
+    """Compiles in a worker thread, without a limit of time."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
+        """Return a grammar; raises SchemaError where it can't be enforced."""
+        return await anyio.to_thread.run_sync(compile_grammar, spec, self._vocabulary)
 
 
 class Grammars:
@@ -71,9 +83,8 @@ class Grammars:
     def _lay_out(self, key: str, compiled: guided.Grammar) -> Grammar:
         if isinstance(compiled, guided.HostGrammar):
             matcher = HostMatcher(self._tokenizer_of_host(), compiled)
-            return Grammar(
-                start=lambda: MatcherGuide(matcher.copy(), vocab_size=self._vocab_size)
-            )
+            num_words = -(-max(self._vocab_size, self._vocabulary.size) // 32)
+            return Grammar(start=lambda: MatcherGuide(matcher.copy(), num_words=num_words))
         # One row of the arena is the header's, one the end ids'.
         return Grammar(
             start=lambda: TablesGuide(compiled),
@@ -86,36 +97,6 @@ class Grammars:
             if self._host_tokenizer is None:
                 self._host_tokenizer = HostTokenizer(self._vocabulary)
             return self._host_tokenizer
-
-
-async def prepare(self, spec: guided.GrammarSpec) -> Grammar:
-        """Compile a grammar, or find it.
-
-        Raises:
-            SchemaError: it can't be enforced.
-        """
-        key = spec.digest
-        grammar = self._kept.get(key)
-        if grammar is None:
-            compiled = await self._compiler.compile(spec)
-            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled)
-            self._kept[key] = grammar
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
-        else:
-            self._kept.move_to_end(key)
-        return grammar
-
-    def _lay_out(self, key: str, compiled: guided.Grammar) -> Grammar:
-        if isinstance(compiled, guided.HostGrammar):
-            raise NotImplementedError
-        # One row is the header's, one the end ids'.
-        image = pack(compiled, key, self._vocab_size, self._arena_rows - 2)
-        return Grammar(
-            start=lambda: TablesGuide(compiled),
-            image=image,
-            min_tokens=int(distances(compiled)[guided.START_STATE]),
-        )
 
 
 async def prepare(grammars: Grammars | None, request: GrammarRequest) -> Grammar:
