@@ -1,7 +1,7 @@
 """The command line: reads flags and the environment, runs a command, maps failures to exit codes.
 
-Exit codes: 0 done, 1 the engine died, 2 a flag or the configuration is wrong, 3 the model cannot be
-served.
+Exit codes: 0 done, 1 the engine died, 2 a flag, the configuration or a grammar is wrong, 3 the model
+cannot be served.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve import __version__, logs
+from jaxserve import __version__, grammar_command, logs
 from jaxserve.config import ServeConfig, serve_flags
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.hub.demo import DEMO_MODEL_NAME, fetch_gemma3_270m
@@ -28,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             logs.configure("INFO")
             sys.stdout.write(f"{fetch_gemma3_270m(cache_dir())}\n")
             return 0
+        if command == "grammar":
+            logs.configure("INFO")
+            return grammar_command.run(arguments, cache_dir())
         return _serve(_serve_config(arguments))
     except ConfigError as error:
         return _fail(error, 2)
@@ -104,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
     fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
+    grammar_command.add_command(commands)
     return top
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 DEAD = -1
 _MINIMIZE_ROUNDS = 24
-"""After so many an automaton stays as it is if refining goes slowly: counters take a round a count."""
+"""After so many an automaton stays as it is if refining goes slowly, as it does for counters."""
 
 
 S = TypeVar("S", bound=Hashable)
@@ -408,8 +408,8 @@ def trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int = 0) ->
     useful = reachable & back.reached(np.flatnonzero(accepting & reachable))
     if not useful[start]:
         return nothing()
-    kept = np.flatnonzero(useful)
-    kept = np.concatenate([[start], kept[kept != start]])
+    others = np.flatnonzero(useful)
+    kept = np.concatenate([[start], others[others != start]])
     new_id = np.full(len(table) + 1, DEAD, np.int32)
     new_id[kept] = np.arange(len(kept))
     return Dfa(_merge_classes(new_id[table[kept]], moves.class_of_byte), accepting[kept])
@@ -420,7 +420,7 @@ def _reached(table: NDArray[np.int32], frontier: NDArray[np.intp]) -> NDArray[np
     reached[-1] = True  # the dead state's index
     reached[frontier] = True
     while len(frontier):
-        following = np.unique(table[frontier])
+        following = np.unique(table[frontier]).astype(np.intp)
         frontier = following[~reached[following]]
         reached[frontier] = True
     return reached[:-1]

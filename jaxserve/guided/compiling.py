@@ -13,6 +13,7 @@ from jaxserve.guided.cases import Cases
 from jaxserve.guided.conditions import Literal
 from jaxserve.guided.document import MAX_ENUM_VALUES, MAX_SCHEMA_BYTES, Document
 from jaxserve.guided.endings import nothing_fits
+from jaxserve.guided.host import check_grammar
 from jaxserve.guided.json_automaton import JsonAutomata, NeedsStackError
 from jaxserve.guided.lark import LarkWriter, lark_of_choices, lark_of_expression
 from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
@@ -39,7 +40,7 @@ def compile_grammar(spec: GrammarSpec, vocabulary: GrammarVocabulary) -> Grammar
             f"the grammar has more than {MAX_SCHEMA_BYTES} bytes", code="schema_too_complex"
         )
     if spec.kind == "lark":
-        return HostGrammar(text=spec.source, reason="a grammar in Lark's form needs a stack")
+        return _host(spec.source, "a grammar in Lark's form needs a stack")
     if spec.kind in ("json_schema", "json_object"):
         return _compile_schema(spec, vocabulary)
     if spec.kind == "regex":
@@ -101,4 +102,10 @@ def _tables_or_host(
         reason = "the schema contains itself"
     except (AutomatonTooLargeError, TablesTooLargeError):
         reason = "it has too many states"
-    return HostGrammar(text=make_text(), reason=reason)
+    return _host(make_text(), reason)
+
+
+def _host(text: str, reason: str) -> HostGrammar:
+    grammar = HostGrammar(text=text, reason=reason)
+    check_grammar(grammar)
+    return grammar

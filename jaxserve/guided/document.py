@@ -1,4 +1,4 @@
-"""A JSON Schema as a document: read within limits, its places named by JSON pointers, `$ref` solved.
+"""A JSON Schema as a document: read within limits, places named by pointers, references solved.
 
 It knows which keywords hold schemas, and nothing else of what they mean.
 """

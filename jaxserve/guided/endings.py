@@ -62,7 +62,7 @@ def _parts(shape: Shape) -> list[Key]:
     if isinstance(shape, Array):
         return [*shape.prefix, shape.rest]
     if isinstance(shape, Object):
-        return [x.value for x in (*shape.entries, *shape.extras)]
+        return [x.value for x in shape.entries] + [x.value for x in shape.extras]
     return []
 
 

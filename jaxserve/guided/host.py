@@ -31,6 +31,21 @@ def llguidance() -> ModuleType:
         ) from error
 
 
+def check_grammar(grammar: HostGrammar) -> None:
+    """Refuse a grammar that no matcher could be made of.
+
+    Raises:
+        SchemaError: the library cannot read it, or is not installed.
+    """
+    message = str(llguidance().LLMatcher.validate_grammar(grammar.text)).strip()
+    if message and not message.startswith("WARNING"):
+        raise _unreadable(message)
+
+
+def _unreadable(message: str) -> SchemaError:
+    return SchemaError(f"the grammar cannot be used: {message.partition(chr(10))[0]}")
+
+
 class _Wrapped:
     """The vocabulary in the form that the library asks for."""
 
@@ -85,8 +100,7 @@ class HostMatcher:
         self._tokenizer = tokenizer
         self._matcher: Any = llguidance().LLMatcher(tokenizer.tokenizer, grammar.text, log_level=0)
         if self._matcher.is_error():
-            message = str(self._matcher.get_error()).strip().partition("\n")[0]
-            raise SchemaError(f"the grammar cannot be used: {message}")
+            raise _unreadable(str(self._matcher.get_error()).strip())
 
     @property
     def accepting(self) -> bool:

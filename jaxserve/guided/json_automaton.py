@@ -70,13 +70,13 @@ class _Written(NamedTuple):
     """How far an object is: its next entry, and how many properties it has."""
 
     entry: int
-    count: int
+    number: int
 
 
 class _Listed(NamedTuple):
     """How far a list is: items so far, how many fitted each counted schema, values used."""
 
-    index: int
+    place: int
     counts: tuple[int, ...]
     used: frozenset[str] = frozenset()
 
@@ -176,11 +176,11 @@ class _ObjectWriter:
 
     def _go_on(self, written: _Written) -> None:
         most = self._shape.length.most
-        if most is not None and written.count >= most:
+        if most is not None and written.number >= most:
             return
         source = self._before[written]
         entries = self._shape.entries
-        after = _Written(written.entry + 1, min(written.count + 1, self._top))
+        after = _Written(written.entry + 1, min(written.number + 1, self._top))
         if written.entry < len(entries):
             entry = entries[written.entry]
             self._nfa.skip(source, self._named(entry, after))
@@ -216,7 +216,7 @@ class _ObjectWriter:
 
     def _may_close(self, written: _Written) -> bool:
         left = self._shape.entries[written.entry :]
-        return written.count >= self._shape.length.least and not any(x.required for x in left)
+        return written.number >= self._shape.length.least and not any(x.required for x in left)
 
 
 class _ArrayWriter:
@@ -250,7 +250,7 @@ class _ArrayWriter:
             self._nfa.literal(opened, b"]", ends.end)
         for listed in self._queue:
             most = self._shape.length.most
-            if most is None or listed.index < most:
+            if most is None or listed.place < most:
                 self._go_on(listed)
 
     def _item(self, listed: _Listed) -> int:
@@ -272,13 +272,13 @@ class _ArrayWriter:
             count in counted.length
             for count, counted in zip(listed.counts, self._shape.counted, strict=True)
         )
-        return enough and listed.index >= self._shape.length.least
+        return enough and listed.place >= self._shape.length.least
 
     def _go_on(self, listed: _Listed) -> None:
         shape = self._shape
         source = self._before[listed]
-        key = shape.prefix[listed.index] if listed.index < len(shape.prefix) else shape.rest
-        index = min(listed.index + 1, self._top)
+        key = shape.prefix[listed.place] if listed.place < len(shape.prefix) else shape.rest
+        index = min(listed.place + 1, self._top)
         if shape.unique is not None:
             for identity, texts in self._values(key):
                 if identity not in listed.used:
@@ -294,7 +294,7 @@ class _ArrayWriter:
         """Split an item by which counted schemas it fits."""
         variants: list[tuple[Key, tuple[int, ...]]] = [(key, ())]
         for count, counted in zip(listed.counts, self._shape.counted, strict=True):
-            if listed.index < counted.start:
+            if listed.place < counted.start:
                 variants = [(one, (*counts, count)) for one, counts in variants]
                 continue
             length, schema = counted.length, counted.schema

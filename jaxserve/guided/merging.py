@@ -323,7 +323,11 @@ class _Properties:
         self.declared = {x.name for x in self._properties if x.declared}
         self.declared |= {x.name for x in has if x.declared}
         listed = dict.fromkeys(x.name for x in self._properties if x.declared)
-        self.names = list(listed | dict.fromkeys(x.name for x in (*has, *self._properties)))
+        self.names = list(
+            listed
+            | dict.fromkeys(x.name for x in has)
+            | dict.fromkeys(x.name for x in self._properties)
+        )
         self.length = ANY_LENGTH
         self.count_pointer = ""
         for atom in atoms:
@@ -419,7 +423,7 @@ class _Properties:
         patterns: dict[str, str] = {}
         for atom in self._all_of:
             names = {atom.which} if isinstance(atom.which, str) else atom.which.patterns
-            patterns |= {name: atom.pointer for name in sorted(names)}
+            patterns |= dict.fromkeys(sorted(names), atom.pointer)
         return patterns
 
     def _value_of_others(self, matched: set[str]) -> Key:

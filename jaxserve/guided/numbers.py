@@ -67,7 +67,7 @@ class NumberRange:
 
     def __contains__(self, value: Decimal) -> bool:
         whole = value == value.to_integral_value()
-        return (
+        return bool(
             (self.integer is None or self.integer == whole)
             and (self.least is None or _above(value, self.least))
             and (self.most is None or _above(-value, _negated(self.most)))
@@ -146,7 +146,8 @@ def _ratio(value: Decimal) -> tuple[int, int]:
 def _is_multiple(value: Decimal, factor: Decimal) -> bool:
     (a, a_places), (b, b_places) = _ratio(value), _ratio(factor)
     places = max(a_places, b_places)
-    return a * 10 ** (places - a_places) % (b * 10 ** (places - b_places)) == 0
+    remainder: int = a * 10 ** (places - a_places) % (b * 10 ** (places - b_places))
+    return remainder == 0
 
 
 class _State(NamedTuple):

@@ -1,8 +1,8 @@
-"""JSON strings: what stands between the quotes, as an automaton over bytes.
+r"""JSON strings: what stands between the quotes, as an automaton over bytes.
 
 A constraint speaks of the string's characters, and becomes an automaton over their UTF-8. `quoted`
 writes that as JSON does: quotes, backslashes and control characters escaped, other characters
-themselves or as `\\uXXXX`, no surrogate alone. Lengths are counted on what is written.
+themselves or as `\uXXXX`, no surrogate alone. Lengths are counted on what is written.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from jaxserve.guided.automaton import (
 MAX_COUNTED_STATES = 100_000
 MAX_HEX_LENGTH = 256
 MAX_HEX_STATES = 64
-"""Beyond these `\\uXXXX` is left out: it takes some ten states at each place of a string."""
+r"""Beyond these `\uXXXX` is left out: it takes some ten states at each place of a string."""
 
 _SHORT_ESCAPES = {
     ord(letter): ord(char) for letter, char in zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)
@@ -105,7 +105,9 @@ class _Written:
 def _counted(
     table: NDArray[np.int32], written: _Written, length: Length
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Count characters, with `table` for written's moves: level n of the result is a copy of the automaton after n of them.
+    """Count characters, with `table` for written's moves.
+
+    Level n of the result is a copy of the automaton after n characters.
 
     With no upper bound the last level counts no more.
     """
@@ -207,7 +209,7 @@ class _Writer:
         key = after.tobytes() + astral.to_bytes(4, "little", signed=True)
         known = self._blocks.get(key)
         if known is None:
-            moves = {}
+            moves: dict[int, int] = {}
             for digit, part in enumerate(np.split(after, 16)):
                 # Only numbers that begin with D8 to DB go on to a second half.
                 first = len(after) == 0x10000 and digit == 0xD
@@ -221,7 +223,7 @@ class _Writer:
         return known
 
     def _second_half(self, target: int) -> int:
-        """Return the state that reads the rest of a surrogate pair, after `\\uD8`."""
+        r"""Return the state that reads the rest of a surrogate pair, after `\uD8`."""
         if target not in self._pairs:
             any_digit = [byte for digit in _DIGITS for byte in digit]
             d = _DIGITS[0xD]

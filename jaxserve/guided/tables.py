@@ -94,7 +94,8 @@ class TokenTables:
 
     def allowed_V(self, state: int) -> NDArray[np.bool_]:
         """Return bool [V], the ids that may follow in a state, end ids left out."""
-        return self.next_SC[state, self.class_of_V] >= 0
+        allowed: NDArray[np.bool_] = self.next_SC[state, self.class_of_V] >= 0
+        return allowed
 
     def forced_bytes(self, state: int) -> bytes:
         """Return the bytes that must follow, up to where a choice or an end comes."""

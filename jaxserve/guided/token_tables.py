@@ -1,8 +1,8 @@
 """From an automaton over bytes to tables over tokens, for the whole vocabulary at once.
 
 A token is a map of states to states. Maps are made along the tree of all tokens' bytes, level by
-level, and equal ones are one: a few hundred are left of a vocabulary of 262,144, and each is a class
-of tokens. Exact: maps are compared, not only their hashes.
+level, and equal ones are one: a few hundred are left of a vocabulary of 262,144, and each is a
+class of tokens. Exact: maps are compared, not only their hashes.
 """
 
 import numpy as np

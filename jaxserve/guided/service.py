@@ -1,0 +1,246 @@
+"""Grammars for requests: compiled once, beside the server, and kept in memory and on disk.
+
+Belongs to one event loop, which never compiles and never waits. Requests for one grammar at the
+same time wait for one compilation. What failed is remembered, too: a schema that took too long once
+is not tried again and again.
+"""
+
+import asyncio
+import hashlib
+import logging
+import pickle
+import sys
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxserve.errors import SchemaError
+from jaxserve.guided.compiling import COMPILER_VERSION
+from jaxserve.guided.store import GrammarStore
+from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
+from jaxserve.guided.vocabulary import GrammarVocabulary
+from jaxserve.guided.worker import HEAD_BYTES, Answer, Job, Setup, frame, frame_length
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CPU_S = 2.0
+DEFAULT_MEMORY_BYTES = 1 << 30
+DEFAULT_CACHE_BYTES = 256 << 20
+MAX_FAILURES = 1_000
+WALL_FACTOR = 10
+"""Wall time that a job may take, in units of its CPU time: a busy machine is no schema's fault."""
+
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
+
+JSON_OBJECT = GrammarSpec(kind="json_object")
+
+
+class GrammarCompiler:
+    """Compiles grammars on demand. An asynchronous context manager: leaving it ends its process."""
+
+    def __init__(
+        self,
+        vocabulary: GrammarVocabulary,
+        *,
+        cache_dir: Path | None = None,
+        cpu_s: float = DEFAULT_CPU_S,
+        memory_bytes: int = DEFAULT_MEMORY_BYTES,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        """Keep grammars in `cache_dir`; None: in a folder that goes with this object."""
+        self._own_folder = None if cache_dir else tempfile.TemporaryDirectory(prefix="jaxserve-")
+        folder = cache_dir or Path(self._own_folder.name if self._own_folder else "")
+        self._vocabulary = vocabulary
+        self._store = GrammarStore(folder)
+        self._worker = _Worker(Setup(vocabulary, folder, cpu_s, memory_bytes))
+        self._cache = _Cache(cache_bytes)
+        self._failures: OrderedDict[str, SchemaError] = OrderedDict()
+        self._under_way: dict[str, asyncio.Task[Grammar]] = {}
+
+    async def __aenter__(self) -> "GrammarCompiler":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def warm(self, specs: Iterable[GrammarSpec] = ()) -> None:
+        """Compile what requests are likely to ask for: any JSON object, and `specs`.
+
+        A spec that cannot be compiled is logged, and refused when a request brings it.
+        """
+        for spec in (JSON_OBJECT, *specs):
+            try:
+                await self.compile(spec)
+            except SchemaError as error:
+                logger.warning("cannot compile a grammar to be warmed: %s", error.message)
+
+    async def compile(self, spec: GrammarSpec) -> Grammar:
+        """Return a spec's grammar.
+
+        Raises:
+            SchemaError: it is malformed, cannot be enforced, or takes too much time or memory.
+        """
+        name = self._name(spec)
+        known = self._cache.get(name)
+        if known is not None:
+            return known
+        failure = self._failures.get(name)
+        if failure is not None:
+            raise _copy(failure)
+        task = self._under_way.get(name)
+        if task is None:
+            task = asyncio.create_task(self._find(name, spec))
+            self._under_way[name] = task
+            task.add_done_callback(lambda done: self._note(name, done))
+        # One who leaves must not end what others wait for.
+        return await asyncio.shield(task)
+
+    async def close(self) -> None:
+        """End the process; what is under way fails."""
+        for task in self._under_way.values():
+            task.cancel()
+        await self._worker.stop()
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+    def _name(self, spec: GrammarSpec) -> str:
+        parts = (spec.digest, self._vocabulary.digest, str(COMPILER_VERSION))
+        return hashlib.sha256("/".join(parts).encode()).hexdigest()
+
+    async def _find(self, name: str, spec: GrammarSpec) -> Grammar:
+        kept = await asyncio.to_thread(self._store.read, name)
+        if kept is not None:
+            return kept
+        answer = await self._worker.run(Job(name, spec))
+        made = await asyncio.to_thread(self._store.read, name)
+        if made is None:
+            raise SchemaError("the grammar's tables could not be written to the cache folder")
+        size = "on the host" if isinstance(made, HostGrammar) else f"{made.stats.num_states} states"
+        logger.info("compiled a grammar: %s, %s, %.3f s", spec.kind, size, answer.cpu_s)
+        return made
+
+    def _note(self, name: str, done: "asyncio.Task[Grammar]") -> None:
+        del self._under_way[name]
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            self._cache.put(name, done.result())
+        elif isinstance(error, SchemaError):
+            self._failures[name] = error
+            if len(self._failures) > MAX_FAILURES:
+                self._failures.popitem(last=False)
+
+
+class _Cache:
+    """Grammars in memory, the least recently used ones dropped."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, name: str) -> Grammar | None:
+        grammar = self._grammars.get(name)
+        if grammar is not None:
+            self._grammars.move_to_end(name)
+        return grammar
+
+    def put(self, name: str, grammar: Grammar) -> None:
+        self._grammars[name] = grammar
+        self._bytes += _num_bytes(grammar)
+        while self._bytes > self._max_bytes and len(self._grammars) > 1:
+            _, dropped = self._grammars.popitem(last=False)
+            self._bytes -= _num_bytes(dropped)
+
+
+class _Worker:
+    """The process, one job at a time; started when needed, and again after a job that ended it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._turn = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._first: bytes | None = None
+
+    async def run(self, job: Job) -> Answer:
+        """Return how a job went.
+
+        Raises:
+            SchemaError: the job failed, or took too much time or memory.
+        """
+        async with self._turn:
+            process = self._process
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            try:
+                answer = await self._exchange(process, job)
+            except BaseException:
+                # Cancelled: an answer would come to whoever asks next.
+                await self.stop()
+                raise
+        if answer is None:
+            raise SchemaError(
+                f"the grammar takes more than {self._setup.cpu_s:g} s or"
+                f" {self._setup.memory_bytes} bytes to compile",
+                code="schema_too_complex",
+            )
+        if answer.failure is not None:
+            fields = dict(answer.failure)
+            raise SchemaError(fields.pop("message") or "", **fields)
+        return answer
+
+    async def stop(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+
+    async def _exchange(self, process: asyncio.subprocess.Process, job: Job) -> Answer | None:
+        """Send a job and return its answer; None where the process ended over it."""
+        try:
+            async with asyncio.timeout(self._setup.cpu_s * WALL_FACTOR):
+                return await _ask(process, frame(job))
+        except (TimeoutError, EOFError, OSError):
+            await self.stop()
+            return None
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _PROGRAM.format(path=sys.path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        self._process = process
+        if self._first is None:
+            # Megabytes of tokens: not on the loop, and not twice.
+            self._first = await asyncio.to_thread(frame, self._setup)
+        await _ask(process, self._first)
+        return process
+
+
+async def _ask(process: asyncio.subprocess.Process, message: bytes) -> Answer:
+    """Send a message and return the answer (EOFError, OSError: the process ended)."""
+    if process.stdin is None or process.stdout is None:
+        raise EOFError
+    process.stdin.write(message)
+    await process.stdin.drain()
+    head = await process.stdout.readexactly(HEAD_BYTES)
+    data = await process.stdout.readexactly(frame_length(head))
+    answer: Answer = pickle.loads(data)
+    return answer
+
+
+def _num_bytes(grammar: Grammar) -> int:
+    return len(grammar.text) if isinstance(grammar, HostGrammar) else grammar.stats.num_bytes
+
+
+def _copy(error: SchemaError) -> SchemaError:
+    """Return an equal error: one that is raised twice would gather tracebacks."""
+    return SchemaError(
+        error.message, param=error.param, code=error.code, path=error.path, keyword=error.keyword
+    )

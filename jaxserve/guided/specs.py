@@ -1,0 +1,65 @@
+"""Specs from what people write: tools in OpenAI's form, and files of grammars to be warmed."""
+
+import json
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.guided.tables import GrammarSpec
+
+
+def tools_schema(tools: Any) -> dict[str, Any]:
+    """Return the schema of a call of one of some tools: {"name": …, "arguments": …}.
+
+    Each tool's parameters are a document of their own: its `$ref`s mean places within it.
+
+    Raises:
+        ValueError: it is not a list of tools of the type "function".
+    """
+    if not isinstance(tools, list) or not tools:
+        raise ValueError("tools must be a list that is not empty")
+    calls = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"tools[{index}] has no function with a name")
+        parameters = function.get("parameters", {"type": "object", "properties": {}})
+        if isinstance(parameters, dict):
+            parameters = {"$id": f"tool:{index}"} | parameters
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls}
+
+
+def read_warm_specs(text: str) -> list[GrammarSpec]:
+    """Read a file of grammars: a JSON list of {"json": schema}, {"regex": …} or {"choice": […]}.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"the file of schemas to warm is not JSON: {error}") from error
+    if not isinstance(entries, list):
+        raise ConfigError("the file of schemas to warm must hold a JSON list")
+    return [_spec(index, entry) for index, entry in enumerate(entries)]
+
+
+def _spec(index: int, entry: Any) -> GrammarSpec:
+    match entry:
+        case {"json": schema}:
+            return GrammarSpec(kind="json_schema", source=json.dumps(schema))
+        case {"regex": str(pattern)}:
+            return GrammarSpec(kind="regex", source=pattern)
+        case {"choice": [*choices]}:
+            return GrammarSpec(kind="choice", source=json.dumps(choices))
+        case _:
+            raise ConfigError(
+                f"entry {index} of the schemas to warm must be an object with json, regex or choice"
+            )

@@ -1,0 +1,87 @@
+"""Compiled grammars as files: written whole or not at all, read only if whole.
+
+A file that cannot be read, is of another compiler or was damaged is as good as absent. Any process.
+"""
+
+import contextlib
+import json
+import os
+import tempfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+
+from jaxserve.guided.tables import Grammar, HostGrammar, TokenTables
+
+MAX_FOLDER_BYTES = 1 << 30
+_SUFFIX = ".grammar"
+_ARRAYS = tuple(TokenTables.__dataclass_fields__)
+
+
+class GrammarStore:
+    """A folder of grammars by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def read(self, name: str) -> Grammar | None:
+        """Return a grammar, None where there is none that is whole."""
+        path = self._folder / (name + _SUFFIX)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if "host" in file:
+                    return HostGrammar(**json.loads(str(file["host"])))
+                tables = TokenTables(**{array: file[array] for array in _ARRAYS})
+            _check(tables)
+            for array in _ARRAYS:
+                getattr(tables, array).flags.writeable = False
+            os.utime(path)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+            return None
+        return tables
+
+    def write(self, name: str, grammar: Grammar) -> None:
+        """Keep a grammar; a folder that cannot be written to keeps nothing."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                if isinstance(grammar, HostGrammar):
+                    text = json.dumps({"text": grammar.text, "reason": grammar.reason})
+                    np.savez(file, host=np.array(text))
+                else:
+                    np.savez(file, **{array: getattr(grammar, array) for array in _ARRAYS})
+            os.replace(file.name, self._folder / (name + _SUFFIX))
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Delete what was not used for longest."""
+        files = [(path, path.stat()) for path in self._folder.glob(f"*{_SUFFIX}")]
+        total = sum(stat.st_size for _, stat in files)
+        for path, stat in sorted(files, key=lambda file: file[1].st_mtime):
+            if total <= MAX_FOLDER_BYTES:
+                break
+            path.unlink(missing_ok=True)
+            total -= stat.st_size
+
+
+def _check(tables: TokenTables) -> None:
+    """Refuse arrays that do not belong together (ValueError)."""
+    num_states, num_classes = tables.next_SC.shape
+    num_masks, num_words = tables.masks_DW.shape
+    per_state = (
+        tables.mask_id_S,
+        tables.accepting_S,
+        tables.forced_byte_S,
+        tables.forced_next_S,
+    )
+    whole = (
+        all(array.shape == (num_states,) for array in per_state)
+        and tables.class_of_V.ndim == 1
+        and num_words * 32 >= len(tables.class_of_V)
+        and int(tables.class_of_V.max(initial=0)) < num_classes
+        and int(tables.next_SC.max(initial=-1)) < num_states
+        and int(tables.mask_id_S.max(initial=0)) < num_masks
+    )
+    if not whole:
+        raise ValueError("arrays of different grammars")
