@@ -3,8 +3,10 @@
 Event loop only; the work is done elsewhere, by the compiler or a worker thread.
 """
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
 from typing import Protocol
@@ -14,33 +16,30 @@ import anyio.to_thread
 from jaxserve.device.arena import distances, pack
 from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
 from jaxserve.guided import tables as guided
-from jaxserve.guided.compiling import compile_grammar
+from jaxserve.guided.checking import TextChecker, describe_bytes
 from jaxserve.guided.guide import MatcherGuide, TablesGuide
 from jaxserve.guided.host import HostMatcher, HostTokenizer
 from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.openai.guided import GrammarRequest
 from jaxserve.types import GenerationRequest, Grammar, Guidance
 
-_MAX_KEPT = 64
+_MAX_KEPT_BYTES = 256 << 20
 
 
 class Compiler(Protocol):
-    """Compiles grammars: jaxserve.guided has it."""
+    """Compiles grammars: jaxserve.guided.service has it."""
 
     async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
         """Return a grammar; raises SchemaError where it can't be enforced."""
         ...
 
+    async def warm(self, specs: Iterable[guided.GrammarSpec] = ()) -> None:
+        """Compile what requests are likely to bring."""
+        ...
 
-class ThreadCompiler:
-    """Compiles in a worker thread, without a limit of time."""
-
-    def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        self._vocabulary = vocabulary
-
-    async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
-        """Return a grammar; raises SchemaError where it can't be enforced."""
-        return await anyio.to_thread.run_sync(compile_grammar, spec, self._vocabulary)
+    async def close(self) -> None:
+        """Compile nothing more."""
+        ...
 
 
 class Grammars:
@@ -76,9 +75,41 @@ class Grammars:
             grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled)
         self._kept[key] = grammar
         self._kept.move_to_end(key)
-        if len(self._kept) > _MAX_KEPT:
+        while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > _MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
         return grammar
+
+    async def warm(self, specs: Iterable[guided.GrammarSpec]) -> None:
+        """Compile what requests are likely to bring; what can't be is logged."""
+        await self._compiler.warm(specs)
+
+    async def close(self) -> None:
+        """End the compiler."""
+        await self._compiler.close()
+
+    async def check(self, spec: guided.GrammarSpec, texts: Sequence[str]) -> dict[str, object]:
+        """Tell what a grammar compiles to, and what it says of texts.
+
+        Raises:
+            SchemaError: it can't be enforced.
+        """
+        begun_s = time.perf_counter()
+        compiled = await self._compiler.compile(spec)
+        compile_s = time.perf_counter() - begun_s
+        grammar = await self.prepare(spec)
+        report: dict[str, object] = {
+            "path": "host" if grammar.image is None else "device",
+            "compile_s": round(compile_s, 4),
+        }
+        if isinstance(compiled, guided.HostGrammar):
+            report["reason"] = compiled.reason
+        else:
+            report |= compiled.stats._asdict()
+            report["min_tokens"] = grammar.min_tokens
+        if texts:
+            # It has compiled for the model within its limits, and does so sooner for bytes.
+            report["texts"] = await anyio.to_thread.run_sync(_judge, spec, compiled, texts)
+        return report
 
     def _lay_out(self, key: str, compiled: guided.Grammar) -> Grammar:
         if isinstance(compiled, guided.HostGrammar):
@@ -99,6 +130,24 @@ class Grammars:
             return self._host_tokenizer
 
 
+def _num_bytes(grammar: Grammar) -> int:
+    return 0 if grammar.image is None else grammar.image.rows_NR.nbytes
+
+
+def _judge(
+    spec: guided.GrammarSpec, compiled: guided.Grammar, texts: Sequence[str]
+) -> list[dict[str, object]]:
+    checker = TextChecker.of(spec, compiled)
+    verdicts: list[dict[str, object]] = []
+    for text in texts:
+        verdict = checker.judge(text.encode())
+        report: dict[str, object] = {"accepted": verdict.accepted, "offset": verdict.offset}
+        if not verdict.accepted:
+            report["allowed"] = describe_bytes(verdict.allowed, may_end=verdict.may_end)
+        verdicts.append(report)
+    return verdicts
+
+
 async def prepare(grammars: Grammars | None, request: GrammarRequest) -> Grammar:
     """Compile what a request asks for; errors name the field.
 
@@ -106,12 +155,31 @@ async def prepare(grammars: Grammars | None, request: GrammarRequest) -> Grammar
         SchemaError: it can't be enforced.
         UnsupportedFieldError: this server has no grammars.
     """
+    with _naming(request):
+        return await _of_model(grammars, request).prepare(request.spec)
+
+
+async def check(
+    grammars: Grammars | None, request: GrammarRequest, texts: Sequence[str]
+) -> dict[str, object]:
+    """Tell of a grammar and of texts; raises what `prepare` does."""
+    with _naming(request):
+        return await _of_model(grammars, request).check(request.spec, texts)
+
+
+def _of_model(grammars: Grammars | None, request: GrammarRequest) -> Grammars:
     if grammars is None:
         raise UnsupportedFieldError(
             f"{request.param} is not supported by this server.", param=request.param
         )
+    return grammars
+
+
+@contextmanager
+def _naming(request: GrammarRequest) -> Iterator[None]:
+    """Let errors of a grammar name the field that it came in."""
     try:
-        return await grammars.prepare(request.spec)
+        yield
     except SchemaError as error:
         error.param = request.param
         raise

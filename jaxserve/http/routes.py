@@ -13,6 +13,7 @@ from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
+from jaxserve.http.grammars import check
 from jaxserve.http.middleware import header_request_id
 from jaxserve.http.prompts import (
     Echo,
@@ -35,6 +36,7 @@ from jaxserve.openai.requests import (
     parse_chat_completion,
     parse_completion,
     parse_detokenize,
+    parse_grammar_check,
     parse_tokenize,
 )
 from jaxserve.openai.responses import ChatAnswer, CompletionAnswer, model_object
@@ -66,6 +68,7 @@ class Endpoints:
             Route("/v1/chat/completions/render", self.render, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/grammar/check", self.check_grammar, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -160,6 +163,13 @@ class Endpoints:
         _accept(request.model, None, http, model)
         check_vocabulary(request.tokens, model, param="tokens")
         return _json({"prompt": await decode(request.tokens, model, skip_special_tokens=False)})
+
+    async def check_grammar(self, http: HttpRequest) -> Response:
+        """Tell what a grammar compiles to, and what it says of texts."""
+        model = self._loaded_model()
+        request = parse_grammar_check(await self._body(http))
+        _accept(request.model, None, http, model)
+        return _json(await check(model.grammars, request.grammar, request.texts))
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""

@@ -61,7 +61,7 @@ class _JsonSchema:
         return orjson.dumps(value).decode()
 
     def schema(self) -> Schema:
-        return {"type": ["object", "boolean", "string"]}
+        return {"anyOf": [{"type": kind} for kind in ("object", "boolean", "string")]}
 
 
 def _refuse_inexact(value: object, path: str, *, is_literal: bool = False) -> None:

@@ -11,6 +11,7 @@ from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
+    GRAMMAR_CHECK_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
 )
@@ -58,6 +59,14 @@ _ENDPOINTS = (
         path="/detokenize",
         about="Tell the text of some ids, control tokens included: `prompt`.",
         tables=(DETOKENIZE_FIELDS,),
+    ),
+    _Endpoint(
+        path="/v1/grammar/check",
+        about="Tell what a grammar compiles to, and which texts it accepts: `path` (`device`, or"
+        " `host` with its `reason`), `compile_s`, `num_states`, `num_classes`, `num_masks`,"
+        " `num_bytes`, `min_tokens`; of each text `accepted`, the `offset` of the first byte that"
+        " may not stand there, and what was `allowed` instead.",
+        tables=(GRAMMAR_CHECK_FIELDS,),
     ),
     _Endpoint(path="/v1/models", about="List the one model."),
     _Endpoint(path="/v1/models/{id}", about="Describe the one model."),

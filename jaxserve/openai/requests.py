@@ -22,6 +22,7 @@ from jaxserve.openai.fields import (
     read_object,
     table,
 )
+from jaxserve.openai.guided import GRAMMAR_FIELDS, GrammarRequest, read_grammar
 from jaxserve.openai.messages import CONVERSATION_FIELDS, Conversation, read_conversation
 from jaxserve.openai.options import (
     LARGEST_BUDGET,
@@ -36,6 +37,9 @@ from jaxserve.types import MAX_LOGPROBS
 
 # More keep the event loop from everybody's streams.
 MAX_PROMPTS = 1024
+# Texts to be judged by a grammar, and characters of one.
+MAX_CHECKED = 64
+MAX_CHECKED_CHARS = 1 << 16
 
 Prompt = str | tuple[int, ...]
 """A prompt is text to tokenize, or token ids taken as they are."""
@@ -79,6 +83,15 @@ class DetokenizeRequest:
 
     model: str | None
     tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarCheckRequest:
+    """POST /v1/grammar/check."""
+
+    model: str | None
+    grammar: GrammarRequest
+    texts: tuple[str, ...]
 
 
 class _Prompts:
@@ -194,6 +207,11 @@ TOKENIZE_CHAT_FIELDS = table((MODEL, *CONVERSATION_FIELDS, _RETURN_TOKEN_STRS))
 _TOKENS: Field[tuple[int, ...]] = Field("tokens", TokenIds(), (), "the ids", required=True)
 DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
 
+_TEXTS: Field[tuple[str, ...]] = Field(
+    "texts", ListOf(Text(max_length=MAX_CHECKED_CHARS), max_items=MAX_CHECKED), (), "to be judged"
+)
+GRAMMAR_CHECK_FIELDS = table((MODEL, *GRAMMAR_FIELDS, _TEXTS))
+
 
 def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     """Read the body of a chat completion request; raises InvalidRequestError naming the field."""
@@ -257,3 +275,16 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Read the body of a detokenize request; raises InvalidRequestError naming the field."""
     values: Values = read_object(decode_json(body), "", DETOKENIZE_FIELDS)
     return DetokenizeRequest(model=values[MODEL], tokens=values[_TOKENS])
+
+
+def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
+    """Read the body of a grammar check; raises InvalidRequestError naming the field."""
+    values: Values = read_object(decode_json(body), "", GRAMMAR_CHECK_FIELDS)
+    grammar = read_grammar(values)
+    if grammar is None:
+        raise InvalidRequestError(
+            "a grammar is required, such as a response_format.",
+            param="response_format",
+            code="missing_required_parameter",
+        )
+    return GrammarCheckRequest(model=values[MODEL], grammar=grammar, texts=values[_TEXTS])
