@@ -20,11 +20,13 @@ from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
+    GRAMMAR_CHECK_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
     parse_chat_completion,
     parse_completion,
     parse_detokenize,
+    parse_grammar_check,
     parse_tokenize,
 )
 from tests.fake_engine import FakeEngine
@@ -39,6 +41,7 @@ PARSERS: dict[str, Parse] = {
     COMPLETIONS: parse_completion,
     "/tokenize": parse_tokenize,
     "/detokenize": parse_detokenize,
+    "/v1/grammar/check": parse_grammar_check,
 }
 TABLES = {
     CHAT: [CHAT_FIELDS],
@@ -46,6 +49,7 @@ TABLES = {
     COMPLETIONS: [COMPLETION_FIELDS],
     "/tokenize": [TOKENIZE_FIELDS, TOKENIZE_CHAT_FIELDS],
     "/detokenize": [DETOKENIZE_FIELDS],
+    "/v1/grammar/check": [GRAMMAR_CHECK_FIELDS],
 }
 USER: dict[str, Any] = {"role": "user", "content": "go"}
 NEEDED: dict[str, list[dict[str, Any]]] = {
@@ -53,6 +57,7 @@ NEEDED: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [{"prompt": "go"}],
     "/tokenize": [{"prompt": "go"}, {"messages": [USER]}],
     "/detokenize": [{"tokens": [1, 2]}],
+    "/v1/grammar/check": [{"guided_regex": "a"}],
 }
 
 
@@ -162,7 +167,16 @@ EXAMPLES: list[tuple[str, list[Any]]] = [
     ("use_beam_search", [False]),
     ("early_stopping", [False]),
     ("logits_processors", [[]]),
-    ("response_format", [{"type": "text"}]),
+    ("response_format", [{"type": "text"}, {"type": "json_object"}]),
+    ("response_format", [{"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}]),
+    ("structured_outputs", [{"json": {}, "disable_any_whitespace": True}, {"choice": ["a"]}]),
+    ("structured_outputs", [{"regex": "a"}, {"grammar": "start: X"}, {"json_object": True}]),
+    ("guided_json", [{}, True, "{}"]),
+    ("guided_regex", ["a"]),
+    ("guided_choice", [["a", "b"]]),
+    ("guided_grammar", ["start: X"]),
+    ("guided_decoding_backend", ["auto"]),
+    ("ensure_complete", [False]),
     ("vllm_xargs", [{}]),
 ]
 OWN_EXAMPLES: dict[str, list[tuple[str, list[Any]]]] = {
