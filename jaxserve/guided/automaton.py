@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEAD = -1
+_MINIMIZE_STATES = 8_192
 _MINIMIZE_ROUNDS = 24
 """After so many an automaton stays as it is if refining goes slowly, as it does for counters."""
 
@@ -84,8 +85,7 @@ class Dfa:
 
 def from_table(table: NDArray[np.int32], accepting: NDArray[np.bool_], start: int = 0) -> Dfa:
     """Make a Dfa of moves by byte, int32 [S, 256]."""
-    columns, class_of_byte = np.unique(table, axis=1, return_inverse=True)
-    return trimmed(Transitions(columns.astype(np.int32), class_of_byte.ravel()), accepting, start)
+    return trimmed(by_classes(table, np.arange(256)), accepting, start)
 
 
 def explore(
@@ -170,6 +170,8 @@ def difference(left: Dfa, right: Dfa, limit: int = 100_000) -> Dfa:
 
 def minimize(dfa: Dfa) -> Dfa:
     """Join states that accept the same texts, unless that takes too long."""
+    if dfa.num_states > _MINIMIZE_STATES:
+        return dfa
     table = dfa.moves.next_SK
     # A state's signature: a sum of random words for its own block and each move's block. 64 bits
     # and at most a few thousand states: two blocks do not meet by chance.
@@ -180,7 +182,7 @@ def minimize(dfa: Dfa) -> Dfa:
     for done in count_from(1):
         mixed = mixer[np.append(block, dfa.num_states)]
         # Index -1 is the last: the dead state.
-        signature = (mixed[table] * words[:-1]).sum(axis=1, dtype=np.uint64)
+        signature = mixed[table] @ words[:-1]
         signature += mixed[:-1] * words[-1]
         _, first, block = np.unique(signature, return_index=True, return_inverse=True)
         if len(first) == count:
@@ -197,7 +199,7 @@ def minimize(dfa: Dfa) -> Dfa:
     new_id = np.append(rank[block], DEAD)
     kept = first[order]
     joined = new_id[table[kept]].astype(np.int32)
-    return Dfa(_merge_classes(joined, dfa.moves.class_of_byte), dfa.accepting_S[kept])
+    return Dfa(by_classes(joined, dfa.moves.class_of_byte), dfa.accepting_S[kept])
 
 
 class Nfa:
@@ -393,10 +395,14 @@ def _common_classes(
     return class_of_byte, [table.next_SK[:, table.class_of_byte[sample]] for table in tables]
 
 
-def _merge_classes(table: NDArray[np.int32], class_of_byte: NDArray[np.intp]) -> Transitions:
-    """Join byte classes that act alike."""
-    columns, inverse = np.unique(table, axis=1, return_inverse=True)
-    return Transitions(columns.astype(np.int32), inverse.ravel()[class_of_byte])
+def by_classes(table: NDArray[np.int32], class_of_byte: NDArray[np.intp]) -> Transitions:
+    """Return a table by byte class with classes that act alike joined."""
+    numbers: dict[bytes, int] = {}
+    columns = np.ascontiguousarray(table.T)
+    joined = [numbers.setdefault(column.tobytes(), len(numbers)) for column in columns]
+    _, first = np.unique(joined, return_index=True)
+    next_SK = np.ascontiguousarray(columns[first].T, np.int32)
+    return Transitions(next_SK, np.array(joined, np.intp)[class_of_byte])
 
 
 def trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int = 0) -> Dfa:
@@ -412,7 +418,7 @@ def trimmed(moves: Transitions, accepting: NDArray[np.bool_], start: int = 0) ->
     kept = np.concatenate([[start], others[others != start]])
     new_id = np.full(len(table) + 1, DEAD, np.int32)
     new_id[kept] = np.arange(len(kept))
-    return Dfa(_merge_classes(new_id[table[kept]], moves.class_of_byte), accepting[kept])
+    return Dfa(by_classes(new_id[table[kept]], moves.class_of_byte), accepting[kept])
 
 
 def _reached(table: NDArray[np.int32], frontier: NDArray[np.intp]) -> NDArray[np.bool_]:

@@ -152,6 +152,7 @@ class _ObjectWriter:
         self._behind: dict[_Written, int] = {}
         self._before: dict[_Written, int] = {}
         self._names: dict[_Written, int] = {}
+        self._extras: dict[_Written, int] = {}
         self._queue: list[_Written] = []
         self._end = 0
 
@@ -187,13 +188,20 @@ class _ObjectWriter:
             if not entry.required:
                 self._nfa.skip(source, self._entry(written._replace(entry=written.entry + 1)))
             return
-        after = after._replace(entry=written.entry)
-        for extra in self._shape.extras:
-            value, colon = self._nfa.node(), self._nfa.node()
-            name = _quoted(extra.names.content, extra.names.length)
-            self._nfa.embed(source, name, colon)
-            _separator(self._nfa, colon, b":", value, self._compact)
-            self._nfa.embed(value, self._automata.value(extra.value), self._after(after))
+        if self._shape.extras:
+            self._nfa.skip(source, self._extra(after._replace(entry=written.entry)))
+
+    def _extra(self, after: _Written) -> int:
+        """Return the node before a property that no schema names."""
+        if after not in self._extras:
+            node = self._extras[after] = self._nfa.node()
+            for extra in self._shape.extras:
+                value, colon = self._nfa.node(), self._nfa.node()
+                name = _quoted(extra.names.content, extra.names.length)
+                self._nfa.embed(node, name, colon)
+                _separator(self._nfa, colon, b":", value, self._compact)
+                self._nfa.embed(value, self._automata.value(extra.value), self._after(after))
+        return self._extras[after]
 
     def _named(self, entry: Entry, after: _Written) -> int:
         """Return the node before an entry's name; it is written once, first or behind others."""

@@ -17,6 +17,7 @@ from jaxserve.guided.automaton import (
     AutomatonTooLargeError,
     Dfa,
     Transitions,
+    by_classes,
     minimize,
     trimmed,
 )
@@ -69,11 +70,9 @@ def quoted(content: Dfa, length: Length = ANY_LENGTH) -> Dfa:
     # The closing quote is a class of bytes of its own: counting multiplies the table's rows.
     only_quote = np.full((1, 256), DEAD, np.int32)
     only_quote[0, _QUOTE] = 0
-    columns, class_of_byte = np.unique(
-        np.concatenate([written.table, only_quote]), axis=1, return_inverse=True
-    )
-    class_of_byte = class_of_byte.ravel()
-    table, accepting = columns[:-1], written.accepting
+    moves = by_classes(np.concatenate([written.table, only_quote]), np.arange(256))
+    table, class_of_byte = moves.next_SK[:-1], moves.class_of_byte
+    accepting = written.accepting
     if length != ANY_LENGTH:
         table, accepting = _counted(table, written, length)
     count = len(table)
