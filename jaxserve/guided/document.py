@@ -45,7 +45,7 @@ class Document:
             )
         try:
             root = json.loads(source, parse_float=Decimal, parse_constant=_refuse_constant)
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             raise SchemaError(f"the schema is not JSON: {error}") from error
         self._places: dict[str, Any] = {"": root}
         self._base_uris: dict[str, str] = {}

@@ -96,6 +96,7 @@ class JsonAutomata:
         self._cases = cases
         self._compact = compact
         self._known: dict[Key, Dfa] = {}
+        self._alike: dict[tuple[Shape, ...], Dfa] = {}
         self._under_way: set[Key] = set()
 
     def value(self, key: Key) -> Dfa:
@@ -114,14 +115,21 @@ class JsonAutomata:
                 raise NeedsStackError
             self._under_way.add(key)
             try:
-                nfa = Nfa(MAX_NODES)
-                ends = _Ends(0, nfa.node())
-                for shape in self._cases.shapes(key):
-                    self._write(nfa, shape, ends)
-                known = nfa.determinize(ends.end)
+                known = self._of_shapes(self._cases.shapes(key))
             finally:
                 self._under_way.discard(key)
             self._known[key] = known
+        return known
+
+    def _of_shapes(self, shapes: tuple[Shape, ...]) -> Dfa:
+        """Return the texts of some shapes; properties are often alike."""
+        known = self._alike.get(shapes)
+        if known is None:
+            nfa = Nfa(MAX_NODES)
+            ends = _Ends(0, nfa.node())
+            for shape in shapes:
+                self._write(nfa, shape, ends)
+            known = self._alike[shapes] = nfa.determinize(ends.end)
         return known
 
     def _write(self, nfa: Nfa, shape: Shape, ends: _Ends) -> None:

@@ -5,7 +5,6 @@ decimals: 0.30 is a multiple of 0.1, and 1.0 is an integer, though an `integer` 
 fraction.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
@@ -70,7 +69,7 @@ class NumberRange:
         return bool(
             (self.integer is None or self.integer == whole)
             and (self.least is None or _above(value, self.least))
-            and (self.most is None or _above(-value, _negated(self.most)))
+            and (self.most is None or _above(value.copy_negate(), _negated(self.most)))
             and all(_is_multiple(value, factor) for factor in self.multiples)
             and not any(_is_multiple(value, factor) for factor in self.not_multiples)
             and value not in self.excluded
@@ -111,7 +110,12 @@ def numbers(wanted: NumberRange) -> Dfa:
 
 
 def number_texts(value: Decimal) -> frozenset[bytes]:
-    """Return how one value is written: as an integer where it is one, and as it was given."""
+    """Return how one value is written: as an integer where it is one, and as it was given.
+
+    Raises:
+        SchemaError: it has too many digits.
+    """
+    _ratio(value)
     given = str(value)
     texts = {given if "E" not in given and "." in given else _plain(value)}
     if value == value.to_integral_value():
@@ -131,7 +135,7 @@ def _above(value: Decimal, bound: Bound) -> bool:
 
 
 def _negated(bound: Bound) -> Bound:
-    return Bound(-bound.value, bound.inclusive)
+    return Bound(bound.value.copy_negate(), bound.inclusive)
 
 
 def _ratio(value: Decimal) -> tuple[int, int]:
@@ -169,7 +173,7 @@ class _Limit:
     """A magnitude that the number's own is compared with, digit by digit."""
 
     def __init__(self, value: Decimal) -> None:
-        digits, places = _ratio(abs(value))
+        digits, places = _ratio(value.copy_abs())
         text = str(digits).rjust(places + 1, "0")
         self.whole = text[: len(text) - places].encode()
         self.fraction = text[len(text) - places :].encode().rstrip(b"0")
@@ -324,6 +328,3 @@ def _order(negative: bool, magnitude_order: int, limit: Decimal) -> int:
     return -magnitude_order if negative else magnitude_order
 
 
-def unique_values(values: Iterable[Decimal]) -> list[Decimal]:
-    """Return values in their order, each once; 1 and 1.0 are one value."""
-    return list(dict.fromkeys(values))

@@ -14,7 +14,7 @@ Key: TypeAlias = frozenset[Literal]
 ANY: Key = frozenset()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Texts:
     """A string as its content's language and length.
 
