@@ -21,10 +21,16 @@ MAX_NODES = 20_000
 
 
 class Cases:
-    """The shapes of sets of schemas of one document, each worked out once."""
+    """The shapes of sets of schemas of one document, each worked out once.
 
-    def __init__(self, document: Document) -> None:
+    What is written keeps to the properties that schemas list. What fits is another question, and
+    decides where a schema must not fit: `exact` cases answer that one.
+    """
+
+    def __init__(self, document: Document, *, exact: bool = False) -> None:
         self._document = document
+        self._is_exact = exact
+        self.exact: Cases = self if exact else Cases(document, exact=True)
         self._shapes: dict[tuple[Key, TypeName], tuple[Shape, ...]] = {}
         self._under_way: set[tuple[Key, TypeName]] = set()
 
@@ -84,7 +90,7 @@ class Cases:
     def _merged(self, key: Key, kind: TypeName) -> Iterator[Shape]:
         first = sorted(key, key=lambda literal: (not literal.positive, literal.pointer))
         scope = first[0].pointer if len(first) == 1 else None
-        branches = _Branches(self, self._document, kind, scope=scope)
+        branches = _Branches(self, self._document, kind, scope, exact=self._is_exact)
         found = list(branches.shapes(_Branch(list(reversed(first)))))
         # A property that only a `not` asks for is written where there is no other way.
         if any(not foreign for _, foreign in found):
@@ -95,14 +101,13 @@ class Cases:
 
 @dataclass(slots=True)
 class _Branch:
-    """A case in the making; `is_check`: only whether there is one matters."""
+    """A case in the making."""
 
     pending: list[Formula]
     atoms: dict[Atom, None] = field(default_factory=dict)
     choices: list[Or] = field(default_factory=list)
     seen: dict[Literal, None] = field(default_factory=dict)
     negative: list[Literal] = field(default_factory=list)
-    is_check: bool = False
 
     def fork(self, option: Formula) -> "_Branch":
         """Return a copy that goes on with one option."""
@@ -112,7 +117,6 @@ class _Branch:
             list(self.choices),
             dict(self.seen),
             list(self.negative),
-            self.is_check,
         )
 
 
@@ -120,12 +124,19 @@ class _Branches:
     """Takes conditions apart, depth first."""
 
     def __init__(
-        self, cases: Cases, document: Document, kind: TypeName, *, scope: str | None
+        self,
+        cases: Cases,
+        document: Document,
+        kind: TypeName,
+        scope: str | None = None,
+        *,
+        exact: bool,
     ) -> None:
         self._cases = cases
         self._document = document
         self._kind: TypeName = kind
         self._scope = scope
+        self._is_exact = exact
         self._count = 0
 
     def shapes(self, first: "_Branch") -> Iterator[tuple[Shape, bool]]:
@@ -134,9 +145,11 @@ class _Branches:
         And whether it has a property that is there only because another schema must not fit.
         """
         for atoms in self._cases_of(first):
-            if first.is_check:
-                # Without them more fits than does: what is empty then is empty.
-                atoms = [atom for atom in atoms if not isinstance(atom, c.Unevaluated)]
+            if self._is_exact:
+                # Formats are annotations to some, and without `unevaluatedProperties` more fits
+                # than does: what is empty without either is empty.
+                ignored = (c.Unevaluated, c.Declares, c.HasFormat)
+                atoms = [atom for atom in atoms if not isinstance(atom, ignored)]
             foreign = False
             if self._kind == "object":
                 merged, foreign = merge_object(self._cases, atoms, scope=self._scope)
@@ -190,8 +203,13 @@ class _Branches:
         """
         # What the value fits is known in atoms; `seen` keeps it from being followed again.
         fitting = {x: None for x in branch.seen if x.positive}
-        together = _Branch([literal.contrary()], dict(branch.atoms), seen=fitting, is_check=True)
-        return next(self.shapes(together), None) is None
+        together = _Branch([literal.contrary()], dict(branch.atoms), seen=fitting)
+        exact = _Branches(self._cases.exact, self._document, self._kind, exact=True)
+        try:
+            return next(exact.shapes(together), None) is None
+        except SchemaError:
+            # It cannot be told. A keyword that is wrong is met again, where it is followed.
+            return False
 
     def _take_apart(self, branch: _Branch) -> bool:
         """Follow all that is not a choice; False where it cannot hold."""

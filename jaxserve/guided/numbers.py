@@ -17,6 +17,9 @@ from jaxserve.guided.regex import engine_full_match
 MAX_DIGITS = 400
 """Of a bound or factor, before and behind the point."""
 
+MAX_FRACTION_DIGITS = 15
+"""Of a number with a fraction, before and behind the point: a double tells all of them apart."""
+
 MAX_REMAINDERS = 10_000
 MAX_STATES = 20_000
 
@@ -160,6 +163,7 @@ class _State(NamedTuple):
     `phase`: "start", "minus", "zero", "whole", "point", "fraction". `compared`: for each limit,
     how many of its digits the number's were compared with, and -1, 0 or 1 for less, equal, greater
     so far. `remainders`: for each factor. `fraction`: whether a digit behind the point is not 0.
+    `digits`: how many there were, not counting a leading zero, up to MAX_FRACTION_DIGITS.
     """
 
     phase: str
@@ -167,6 +171,7 @@ class _State(NamedTuple):
     compared: tuple[tuple[int, int], ...]
     remainders: tuple[tuple[int, int], ...]
     fraction: bool
+    digits: int
 
 
 class _Limit:
@@ -226,7 +231,12 @@ class _Reader:
     def start(self) -> _State:
         """Return the state before the first character."""
         return _State(
-            "start", False, ((0, 0),) * len(self._limits), ((0, 0),) * len(self._factors), False
+            "start",
+            False,
+            ((0, 0),) * len(self._limits),
+            ((0, 0),) * len(self._factors),
+            False,
+            0,
         )
 
     def step(self, state: _State, byte: int) -> _State | None:
@@ -236,15 +246,19 @@ class _Reader:
         if byte == ord("."):
             if state.phase not in ("zero", "whole") or self._wanted.integer is True:
                 return None
+            if state.digits == MAX_FRACTION_DIGITS:
+                return None
             ended = self._end_of_whole(state)
             return state._replace(phase="point", compared=ended)
         if state.phase in ("point", "fraction"):
             return self._fraction_digit(state, byte)
         if state.phase == "zero":
             return None
-        leading = state.phase in ("start", "minus")
+        is_zero = state.phase in ("start", "minus") and byte == ord("0")
+        counted = self._wanted.integer is not True and not is_zero
         return state._replace(
-            phase="zero" if leading and byte == ord("0") else "whole",
+            phase="zero" if is_zero else "whole",
+            digits=min(state.digits + counted, MAX_FRACTION_DIGITS),
             compared=tuple(
                 limit.whole_digit(known, byte)
                 for limit, known in zip(self._limits, state.compared, strict=True)
@@ -268,6 +282,8 @@ class _Reader:
         return tuple(limit.end_of_whole(known) for limit, known in pairs)
 
     def _fraction_digit(self, state: _State, byte: int) -> _State | None:
+        if state.digits == MAX_FRACTION_DIGITS:
+            return None
         remainders = []
         for (remainder, count), (whole, places) in zip(state.remainders, self._scaled, strict=True):
             if count < places:
@@ -285,6 +301,7 @@ class _Reader:
             ),
             remainders=tuple(remainders),
             fraction=state.fraction or byte != ord("0"),
+            digits=state.digits + 1,
         )
 
     def _compares(self, state: _State) -> bool:

@@ -29,7 +29,8 @@ class GrammarStore:
         """Return a grammar, None where there is none that is whole."""
         path = self._folder / (name + _SUFFIX)
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # A file that is broken would stay open otherwise.
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
                 if "host" in file:
                     return HostGrammar(**json.loads(str(file["host"])))
                 tables = TokenTables(**{array: file[array] for array in _ARRAYS})

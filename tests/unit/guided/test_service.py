@@ -1,0 +1,137 @@
+"""The compile service, with its real process and a small vocabulary."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxserve.errors import ConfigError, SchemaError
+from jaxserve.guided.compiling import compile_grammar
+from jaxserve.guided.service import GrammarCompiler
+from jaxserve.guided.specs import read_warm_specs, tools_schema
+from jaxserve.guided.store import GrammarStore
+from jaxserve.guided.tables import GrammarSpec, HostGrammar, TokenTables
+from tests.grammars import tiny_vocabulary
+
+VOCABULARY = tiny_vocabulary()
+SMALL = GrammarSpec(kind="json_schema", source='{"type": "boolean"}')
+ENDLESS = GrammarSpec(kind="regex", source="(?:[a-d]{1,40}){1,40}(?:.{1,30}x){1,40}")
+
+
+@pytest.fixture
+async def compiler(tmp_path: Path) -> AsyncIterator[GrammarCompiler]:
+    async with GrammarCompiler(VOCABULARY, cache_dir=tmp_path, cpu_s=0.5) as made:
+        yield made
+
+
+def kept(folder: Path) -> list[Path]:
+    return list(folder.glob("*.grammar"))
+
+
+async def test_requests_for_one_grammar_share_one_compilation(
+    compiler: GrammarCompiler, tmp_path: Path
+) -> None:
+    first, second = await asyncio.gather(compiler.compile(SMALL), compiler.compile(SMALL))
+
+    assert first is second
+    assert await compiler.compile(SMALL) is first
+    assert len(kept(tmp_path)) == 1
+
+
+async def test_one_who_leaves_does_not_end_what_others_wait_for(
+    compiler: GrammarCompiler,
+) -> None:
+    leaving = asyncio.create_task(compiler.compile(SMALL))
+    staying = asyncio.create_task(compiler.compile(SMALL))
+    await asyncio.sleep(0)
+    leaving.cancel()
+
+    assert isinstance(await staying, TokenTables)
+
+
+async def test_errors_come_from_the_process_and_are_remembered(
+    compiler: GrammarCompiler,
+) -> None:
+    spec = GrammarSpec(kind="json_schema", source='{"properties": {"a": {"type": "banana"}}}')
+    for _ in range(2):
+        with pytest.raises(SchemaError) as refused:
+            await compiler.compile(spec)
+        assert (refused.value.path, refused.value.keyword) == ("/properties/a", "type")
+
+
+async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_compiled(
+    compiler: GrammarCompiler,
+) -> None:
+    for _ in range(2):
+        with pytest.raises(SchemaError) as refused:
+            await compiler.compile(ENDLESS)
+        assert refused.value.code == "schema_too_complex"
+
+    assert isinstance(await compiler.compile(SMALL), TokenTables)
+
+
+async def test_a_broken_file_is_as_good_as_none(tmp_path: Path) -> None:
+    async with GrammarCompiler(VOCABULARY, cache_dir=tmp_path) as first:
+        made = await first.compile(SMALL)
+    (path,) = kept(tmp_path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], whole[:300] + b"x" * 40 + whole[340:]):
+        path.write_bytes(damaged)
+        async with GrammarCompiler(VOCABULARY, cache_dir=tmp_path) as second:
+            again = await second.compile(SMALL)
+
+        assert isinstance(made, TokenTables)
+        assert isinstance(again, TokenTables)
+        assert (made.next_SC == again.next_SC).all()
+
+
+def test_kept_grammars_come_back_as_they_were(tmp_path: Path) -> None:
+    store = GrammarStore(tmp_path / "new")
+    host = HostGrammar(text='start: "é"', reason="a reason")
+    store.write("host", host)
+
+    assert store.read("host") == host
+    assert store.read("other") is None
+
+
+def test_arrays_that_do_not_belong_together_are_a_miss(tmp_path: Path) -> None:
+    tables = compile_grammar(SMALL, VOCABULARY)
+    assert isinstance(tables, TokenTables)
+    arrays = {name: getattr(tables, name) for name in TokenTables.__dataclass_fields__}
+    with (tmp_path / "odd.grammar").open("wb") as file:
+        np.savez(file, **arrays | {"mask_id_S": tables.mask_id_S + 100})
+
+    assert GrammarStore(tmp_path).read("odd") is None
+
+
+async def test_warming_goes_on_behind_a_grammar_that_is_refused() -> None:
+    specs = read_warm_specs('[{"regex": "("}, {"json": {"type": "null"}}, {"choice": ["a"]}]')
+    async with GrammarCompiler(VOCABULARY) as compiler:
+        await compiler.warm(specs)
+
+        assert isinstance(await compiler.compile(specs[1]), TokenTables)
+        assert isinstance(await compiler.compile(GrammarSpec(kind="json_object")), TokenTables)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[3]", '[{"lark": "x"}]'])
+def test_a_file_that_cannot_be_warmed_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_warm_specs(text)
+
+
+def test_each_tool_is_a_document_of_its_own() -> None:
+    parameters = {"$defs": {"x": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/x"}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": parameters}},
+        {"type": "function", "function": {"name": "g"}},
+    ]
+
+    schema = tools_schema(tools)
+
+    assert json.dumps(schema).count("tool:0") == 1
+    for wrong in ({}, [], [3], [{"function": {}}]):
+        with pytest.raises(ValueError, match="tool"):
+            tools_schema(wrong)
