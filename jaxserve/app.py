@@ -29,8 +29,13 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.inbox import Inbox
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
+from jaxserve.guided.service import GrammarCompiler
+from jaxserve.guided.specs import read_warm_specs
+from jaxserve.guided.tables import GrammarSpec
+from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
+from jaxserve.http.grammars import Grammars
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
@@ -94,6 +99,8 @@ class _Server:
         self._metrics = Metrics()
         self._model: ServedModel | None = None
         self._fault: Exception | None = None
+        self._warm_specs = _read_warm_specs(config.warm_schemas)
+        self._warming: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
     async def run(self, listener: socket.socket) -> None:
@@ -136,6 +143,10 @@ class _Server:
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         self._thread.start()
         await self._http.serve(sockets=[listener])
+        if self._warming is not None:
+            self._warming.cancel()
+        if self._model is not None and self._model.grammars is not None:
+            await self._model.grammars.close()
 
     def finish(self) -> int:
         """Wait for the device thread and return the exit code; re-raise what stopped a start."""
@@ -166,6 +177,9 @@ class _Server:
     async def _drain(self) -> None:
         await self._client.drain(self._config.drain_s)
         self._http.should_exit = True
+
+    def _warm_grammars(self, grammars: Grammars) -> None:
+        self._warming = self._loop.create_task(grammars.warm(self._warm_specs))
 
     def _stop_http(self) -> None:
         self._http.should_exit = True
@@ -205,6 +219,7 @@ class _Server:
             max_batch=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,
             tokens_per_resume_point=config.tokens_per_resume_point,
+            grammar_bytes=config.grammar_bytes,
         )
         with _PhaseReport(self._client) as report:
             loaded = load_model(folder, options, report)
@@ -215,6 +230,8 @@ class _Server:
             session_grace_s=config.session_grace_s,
         )
         on_compile(self._metrics.serving_compiles.inc)
+        grammar_folder = self._cache_dir / "grammars"
+        grammars = make_grammars(config, loaded, tokenizer, end_ids, grammar_folder)
         self._model = ServedModel(
             id=self._served_name(folder),
             tokenizer=tokenizer,
@@ -225,6 +242,7 @@ class _Server:
             placeholder_token_ids=loaded.config.placeholder_token_ids,
             created=int(time.time()),
             defaults=defaults,
+            grammars=grammars,
         )
         core = EngineCore(
             loaded.runner,
@@ -235,6 +253,8 @@ class _Server:
             metrics=self._metrics,
         )
         self._client.set_status(EngineStatus(phase="ready"))
+        with suppress(RuntimeError):  # the loop is closed where the process is to stop already
+            self._loop.call_soon_threadsafe(self._warm_grammars, grammars)
         logger.info("ready after %.1f s: %s", time.perf_counter() - started_s, self._model.id)
         return core
 
@@ -246,6 +266,36 @@ class _Server:
             return DEMO_MODEL_NAME
         is_folder = Path(config.model).expanduser() == folder
         return folder.resolve().name if is_folder else config.model
+
+
+def make_grammars(
+    config: ServeConfig,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer,
+    end_ids: frozenset[int],
+    folder: Path,
+) -> Grammars:
+    """Return the grammars of a loaded model, whose control tokens are no text.
+
+    Their tables are kept in `folder`.
+    """
+    vocab_size = loaded.config.vocab_size
+    vocabulary = GrammarVocabulary.build(
+        tokenizer.pieces,
+        control_ids=tokenizer.special_ids | end_ids | loaded.config.placeholder_token_ids,
+        vocab_size=vocab_size,
+    )
+    return Grammars(
+        GrammarCompiler(
+            vocabulary,
+            cache_dir=folder,
+            cpu_s=config.grammar_compile_s,
+            memory_bytes=config.grammar_compile_bytes,
+        ),
+        vocabulary,
+        vocab_size=vocab_size,
+        arena_rows=loaded.runner.arena_rows,
+    )
 
 
 def make_scheduler(
@@ -268,6 +318,15 @@ def make_scheduler(
         elif not program.scores:
             scheduler.times.learn_extend(program.bucket, duration_s)
     return scheduler
+
+
+def _read_warm_specs(path: str | None) -> list[GrammarSpec]:
+    if path is None:
+        return []
+    try:
+        return read_warm_specs(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--warm-schemas {path} cannot be read: {error}") from error
 
 
 class _PhaseReport:

@@ -50,6 +50,25 @@ class ServeConfig:
         8192,
         metavar="N",
     )
+    grammar_bytes: int = flag(
+        "bytes of grammars on the device; what finds no room there is guided from the host, slower",
+        128 << 20,
+        metavar="N",
+    )
+    grammar_compile_s: float = flag(
+        "CPU seconds that compiling one grammar may take; what takes more is refused",
+        2.0,
+        metavar="S",
+    )
+    grammar_compile_bytes: int = flag(
+        "memory that it may take, the compiler's own included", 1 << 30, metavar="N"
+    )
+    warm_schemas: str | None = flag(
+        'grammars to compile at start: a JSON list of {"json": schema}, {"regex": …} or'
+        ' {"choice": […]}',
+        None,
+        metavar="FILE",
+    )
     max_waiting_requests: int = flag(
         "sequences that may wait for their first token; more are refused with 429",
         1024,
@@ -123,6 +142,9 @@ class ServeConfig:
             "max_model_len": 2,
             "kv_cache_bytes": 1,
             "tokens_per_resume_point": 1,
+            "grammar_bytes": 0,
+            "grammar_compile_s": 0.1,
+            "grammar_compile_bytes": 1 << 28,
             "max_waiting_requests": 1,
             "max_waiting_tokens": 1,
             "prefill_stall_factor": 0,

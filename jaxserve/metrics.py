@@ -49,6 +49,11 @@ class Metrics:
         self._preemptions = self._counter(
             "num_preemptions", "Sequences that lost their pages and were computed anew."
         )
+        self._guided = self._counter(
+            "guided_requests",
+            "Sequences with a grammar that began, by what keeps them to it: device or host.",
+            "path",
+        )
         self.serving_compiles = self._counter(
             "serving_compiles", "Programs compiled after start-up; 0 by contract."
         )
@@ -148,6 +153,10 @@ class Metrics:
     def observe_preempted(self, count: int) -> None:
         """Count sequences that lost their pages."""
         self._preemptions.inc(count)
+
+    def observe_guided(self, path: str) -> None:
+        """Count a sequence with a grammar."""
+        self._guided.labels(path=path).inc()
 
     def observe_host(self, duration_s: float) -> None:
         """Note one pass of the device thread, waits left out."""

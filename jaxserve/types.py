@@ -1,10 +1,14 @@
 """Values that cross threads: what a request asks of the engine, and what the engine answers.
 
-Everything here is immutable. It knows nothing of HTTP, of text or of arrays.
+Everything here is immutable. It knows nothing of HTTP, of text or of the device's arrays.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from jaxserve.errors import ApiError
 
@@ -88,6 +92,71 @@ class SamplingParams:
         )
 
 
+class Guide(Protocol):
+    """Where one sequence is in its grammar, on the host."""
+
+    @property
+    def state(self) -> int:
+        """The state as the grammar's image numbers it; -1 after an end. Only if it has one."""
+        ...
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here."""
+        ...
+
+    def allowed_words(self) -> npt.NDArray[np.uint32]:
+        """Return the tokens that may follow; bit b of word w is token 32·w + b. No end ids."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a token that was sampled; one that is not allowed is an end."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GrammarImage:
+    """A grammar's tables as the device keeps them: device/arena.py makes it and says what is in it.
+
+    `key` names the grammar: equal keys, equal tables.
+    """
+
+    key: str
+    rows_NR: npt.NDArray[np.uint32]
+    num_classes: int
+    first_state_word: int
+    first_next_word: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grammar:
+    """What a sequence has to be, compiled.
+
+    Attributes:
+        start: gives a guide at the beginning.
+        image: what the device needs to do without the guide; None: it can't.
+        min_tokens: of the shortest text with its end id; None: not known.
+    """
+
+    start: Callable[[], Guide]
+    image: GrammarImage | None = None
+    min_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Guidance:
+    """How a grammar guides one request.
+
+    Attributes:
+        end_ids: allowed exactly where the text may end; not empty.
+        ensures_complete: near the end of max_tokens only what leads to an end in time is allowed.
+    """
+
+    grammar: Grammar
+    end_ids: frozenset[int]
+    ensures_complete: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One sequence to generate.
@@ -96,6 +165,7 @@ class GenerationRequest:
     one with the least `priority` comes first, then the earliest. Only requests of one `cache_salt`
     share cached prefixes; what one with a `session` leaves in the cache is kept longer. At
     `resume_points`, positions of its prompt, later requests are likely to part from it.
+    `guidance`: what the output has to be; None: anything.
     """
 
     request_id: str
@@ -105,11 +175,19 @@ class GenerationRequest:
     cache_salt: str | None = None
     session: str | None = None
     resume_points: tuple[int, ...] = ()
+    guidance: Guidance | None = None
+
+
+GrammarPath = Literal["device", "host"]
+"""Who keeps a sequence to its grammar: the step programs, or a guide that makes masks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStats:
-    """Counts and times of one sequence that ended; a time of None: it never got there."""
+    """Counts and times of one sequence that ended; a time of None: it never got there.
+
+    `grammar_path` is None where it had no grammar, or never ran.
+    """
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -117,6 +195,7 @@ class RequestStats:
     queue_s: float | None
     ttft_s: float | None
     total_s: float
+    grammar_path: GrammarPath | None = None
 
 
 class TokenLogprobs(NamedTuple):

@@ -1,8 +1,11 @@
 """Test doubles of the engine's neighbours, simple enough to work out by hand."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
 from jaxserve.engine.core import EngineCore
@@ -12,6 +15,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.models.config import AttentionKind
 from jaxserve.types import (
     GenerationRequest,
+    Guidance,
     OutputEvent,
     PromptOutput,
     RequestFailed,
@@ -179,6 +183,20 @@ class FakeRunner:
         assert all(1 <= page < end for page in pages)
         assert (start + len(pages) - 1) * self.page_size < self.max_model_len
         self._slots[slot].tables[kind].update(enumerate(pages, start))
+
+    def open_grammar(
+        self,
+        slot: int,
+        guidance: Guidance,
+        *,
+        state: int,
+        end_position: int,
+        live_slots: Collection[int],
+    ) -> bool:
+        raise AssertionError("its next token is arithmetic, which no grammar changes")
+
+    def write_masks(self, masks: Sequence[tuple[int, npt.NDArray[np.uint32]]]) -> None:
+        raise AssertionError("nobody was told that masks are needed")
 
     def copy_pages(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
         self.count_call("copy_pages")

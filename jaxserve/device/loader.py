@@ -13,6 +13,7 @@ from typing import Literal
 
 import jax
 
+from jaxserve.device.arena import row_words
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
 from jaxserve.device.plan import DevicePlan, extend_buckets, make_plan, pages_for
@@ -44,6 +45,7 @@ class LoadOptions:
     max_batch: int
     kv_cache_bytes: int | None
     tokens_per_resume_point: int
+    grammar_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +145,11 @@ def _make_plan(
             max_batch=options.max_batch,
             max_model_len=max_model_len,
             is_accelerator=is_accelerator,
+            arena_rows=arena_rows,
         )
 
-    state_bytes = state_num_bytes(options.max_batch, config.vocab_size)
+    arena_rows = options.grammar_bytes // (4 * row_words(config.vocab_size))
+    state_bytes = state_num_bytes(options.max_batch, config.vocab_size, arena_rows)
     if not is_accelerator:
         limit_bytes, temp_bytes = _host_memory_bytes(), 0
         kv_bytes = options.kv_cache_bytes or CPU_KV_CACHE_BYTES

@@ -75,7 +75,7 @@ class MemoryBudget:
 
     Attributes:
         limit_bytes: what may be used in all (on a CPU the machine's memory); None: unknown.
-        state_bytes: what the slots keep between steps, mostly penalties and biases by token.
+        state_bytes: what the slots keep between steps: grammars, penalties and biases by token.
         temp_bytes: most that one program needs while it runs.
         kv_bytes: what the page pools may take.
     """
@@ -118,7 +118,7 @@ class MemoryBudget:
         rows = [
             ("device limit", "none set" if self.limit_bytes is None else _gib(self.limit_bytes)),
             ("weights", _gib(self.weight_bytes)),
-            ("slots", _gib(self.state_bytes)),
+            ("slots and grammars", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             *(
                 (name, f"{_gib(count * size)} = {count} pages of {PAGE_SIZE} tokens")

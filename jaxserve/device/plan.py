@@ -35,6 +35,7 @@ class DevicePlan:
         table_sizes: entries of a page table that programs are compiled for, ascending; the last
             holds max_model_len.
         chunk_pages: pages that attention reads at a time.
+        arena_rows: rows of grammars, beside those that slots own.
     """
 
     dtype: str
@@ -48,6 +49,7 @@ class DevicePlan:
     table_sizes: tuple[int, ...]
     extend_buckets: tuple[ExtendBucket, ...]
     chunk_pages: int
+    arena_rows: int = 0
 
 
 def pages_for(num_tokens: int) -> int:
@@ -68,6 +70,7 @@ def make_plan(
     max_batch: int,
     max_model_len: int,
     is_accelerator: bool,
+    arena_rows: int = 0,
 ) -> DevicePlan:
     """Choose the buckets for two pools and their limits."""
     contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
@@ -85,6 +88,7 @@ def make_plan(
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
         extend_buckets=extend_buckets(max_model_len, is_accelerator=is_accelerator),
         chunk_pages=chunk_tokens // PAGE_SIZE,
+        arena_rows=arena_rows,
     )
 
 

@@ -12,13 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.device import logprobs
-from jaxserve.device.adjustments import Adjustments, adjust, count_tokens
+from jaxserve.device.adjustments import adjust, count_tokens
 from jaxserve.device.buckets import ExtendBucket
+from jaxserve.device.grammar import GrammarRows, allowed_words, next_states
 from jaxserve.device.sampling import sample
 from jaxserve.device.state import (
     Column,
     DecodeState,
     read_adjustments,
+    read_grammars,
     read_sampling,
     read_tables,
     row_size,
@@ -86,9 +88,10 @@ def decode(
     tables = count_tokens(state.adjustments, read_adjustments(staged_BF), ids_B)
     stream, cache = run_writing_layers(params, config, ids_B, cache, rows, chunk_pages=chunk_pages)
     x_BD = run_reading_layers(params, config, stream, cache, rows, chunk_pages=chunk_pages)
-    result_BC = _sample(logits(params, config, x_BD), staged_BF, tables)
     state = replace(state, adjustments=tables)
-    return cache, _store_tokens(state, slot_B, result_BC), result_BC
+    grammars = read_grammars(staged_BF, state.grammar_state_S[slot_B])
+    result_BC, state_B = _sample(logits(params, config, x_BD), staged_BF, state, grammars)
+    return cache, _store_sampled(state, slot_B, result_BC, state_B), result_BC
 
 
 def extend(
@@ -113,7 +116,7 @@ def extend(
     )
     slot_n = rows_nF[:, Column.SLOT]
 
-    def sampled() -> jax.Array:
+    def sampled() -> tuple[jax.Array, jax.Array]:
         x_nD = run_reading_layers(
             params,
             config,
@@ -122,19 +125,20 @@ def extend(
             _single_tokens(rows_nF),
             chunk_pages=shape.chunk_pages,
         )
-        return _sample(logits(params, config, x_nD), rows_nF, state.adjustments)
+        return _sample(logits(params, config, x_nD), rows_nF, state, read_grammars(rows_nF))
 
-    def nothing() -> jax.Array:
-        return jnp.zeros((shape.num_sequences, logprobs.RESULT_SIZE), jnp.int32)
+    def nothing() -> tuple[jax.Array, jax.Array]:
+        result_nC = jnp.zeros((shape.num_sequences, logprobs.RESULT_SIZE), jnp.int32)
+        return result_nC, jnp.zeros_like(slot_n)
 
-    result_nC: jax.Array = lax.cond(jnp.any(slot_n != scratch_slot), sampled, nothing)
+    result_nC, state_n = lax.cond(jnp.any(slot_n != scratch_slot), sampled, nothing)
     scores_NC = None
     if shape.scores:
         x_ND = run_reading_layers(
             params, config, stream, cache, rows, chunk_pages=shape.chunk_pages
         )
         scores_NC = logprobs.score(logits(params, config, x_ND), staged[shape.targets_start :])
-    return cache, _store_tokens(state, slot_n, result_nC), result_nC, scores_NC
+    return cache, _store_sampled(state, slot_n, result_nC, state_n), result_nC, scores_NC
 
 
 def unpack_extend(staged: jax.Array, shape: ExtendShape) -> tuple[jax.Array, PagedRows, jax.Array]:
@@ -169,18 +173,30 @@ def _single_tokens(rows_BF: jax.Array) -> PagedRows:
     )
 
 
-def _sample(logits_VB: jax.Array, rows_BF: jax.Array, tables: Adjustments) -> jax.Array:
-    """Sample for each row, and tell what it wants to know; returns results [B, RESULT_SIZE]."""
+def _sample(
+    logits_VB: jax.Array, rows_BF: jax.Array, state: DecodeState, grammars: GrammarRows
+) -> tuple[jax.Array, jax.Array]:
+    """Sample for each row; returns results [B, RESULT_SIZE] and the grammars' next states [B]."""
     sampling, adjusting = read_sampling(rows_BF), read_adjustments(rows_BF)
+    vocab_size = logits_VB.shape[0]
     ids_B = sample(
         logits_VB,
         sampling,
         adjusting.is_used,
-        lambda logits_BV: adjust(logits_BV, tables, adjusting, sampling.position),
+        lambda logits_BV: adjust(logits_BV, state.adjustments, adjusting, sampling.position),
+        grammars.header != 0,
+        allowed_words(state.arena_NR, grammars, vocab_size),
     )
-    return logprobs.results(logits_VB, ids_B, rows_BF[:, Column.WANTS_LOGPROBS] != 0)
+    result_BC = logprobs.results(logits_VB, ids_B, rows_BF[:, Column.WANTS_LOGPROBS] != 0)
+    return result_BC, next_states(state.arena_NR, grammars, ids_B, vocab_size)
 
 
-def _store_tokens(state: DecodeState, slot_B: jax.Array, result_BC: jax.Array) -> DecodeState:
+def _store_sampled(
+    state: DecodeState, slot_B: jax.Array, result_BC: jax.Array, grammar_state_B: jax.Array
+) -> DecodeState:
     ids_B = result_BC[:, logprobs.ID]
-    return replace(state, last_token_S=state.last_token_S.at[slot_B].set(ids_B))
+    return replace(
+        state,
+        last_token_S=state.last_token_S.at[slot_B].set(ids_B),
+        grammar_state_S=state.grammar_state_S.at[slot_B].set(grammar_state_B),
+    )

@@ -4,7 +4,7 @@ Device thread only. Calls return once the work is queued; the device runs it in 
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from jax.stages import Compiled, Lowered
 
 from jaxserve.device import logprobs, programs
 from jaxserve.device.adjustments import PIECE_SIZE, padding_piece, table_pieces, write_piece
+from jaxserve.device.arena import Arena, Words, Write, row_words, strided
 from jaxserve.device.buckets import (
     DecodeBucket,
     ExtendBucket,
@@ -23,6 +24,7 @@ from jaxserve.device.buckets import (
     smallest_extend,
     smallest_fitting,
 )
+from jaxserve.device.grammar import write_rows
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
 from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state, row_size
@@ -30,13 +32,16 @@ from jaxserve.errors import InvariantError
 from jaxserve.models.config import AttentionKind, ModelConfig
 from jaxserve.models.kv_cache import COPY_FIELDS, KVCache, copy_pages, make_cache, stored_dtype
 from jaxserve.models.params import Params
-from jaxserve.types import SamplingParams, TokenLogprobs
+from jaxserve.types import Guidance, SamplingParams, TokenLogprobs
 
 StepProgram = DecodeBucket | ExtendShape
 """What a step's program is compiled for."""
 
-Program = StepProgram | Literal["write_table", "copy_pages"]
-"""What a program is compiled for; `write_table` writes a piece of a slot's adjustments."""
+Program = StepProgram | Literal["write_table", "write_arena", "copy_pages"]
+"""What a program is compiled for: the last two parts of slots' adjustments, and of grammars."""
+
+ARENA_PIECE_ROWS = 16
+"""Rows that `write_arena` writes at once: 0.5 MiB at a vocabulary of 262,144."""
 
 
 class PendingResults:
@@ -101,12 +106,16 @@ def lowerings(
 ) -> dict[Program, Callable[[], Lowered]]:
     """Return what to call to lower each program; `params` may be arrays or their shapes."""
     cache = jax.eval_shape(lambda: _make_cache(plan, config))
-    state = jax.eval_shape(lambda: make_state(plan.num_slots, config.vocab_size))
+    state = jax.eval_shape(lambda: _make_state(plan, config))
 
     def lower(program: Program) -> Lowered:
         if program == "write_table":
             piece = jax.ShapeDtypeStruct((PIECE_SIZE,), jnp.int32)
             return jax.jit(_write_piece, donate_argnums=0).lower(state, piece)
+        if program == "write_arena":
+            size = ARENA_PIECE_ROWS * (1 + row_words(config.vocab_size))
+            piece = jax.ShapeDtypeStruct((size,), jnp.uint32)
+            return jax.jit(_write_rows, donate_argnums=0).lower(state, piece)
         if program == "copy_pages":
             copies = jax.ShapeDtypeStruct((plan.num_slots, COPY_FIELDS), jnp.int32)
             copy = jax.jit(copy_pages, static_argnums=1, donate_argnums=0)
@@ -115,12 +124,17 @@ def lowerings(
         staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
 
-    all_programs: list[Program] = [*step_programs(plan), "write_table", "copy_pages"]
+    others: list[Program] = ["write_table", "write_arena", "copy_pages"]
+    all_programs: list[Program] = [*step_programs(plan), *others]
     return {program: partial(lower, program) for program in all_programs}
 
 
 def _write_piece(state: DecodeState, piece: jax.Array) -> DecodeState:
     return replace(state, adjustments=write_piece(state.adjustments, piece))
+
+
+def _write_rows(state: DecodeState, piece: jax.Array) -> DecodeState:
+    return replace(state, arena_NR=write_rows(state.arena_NR, piece))
 
 
 def _step_function(
@@ -141,6 +155,10 @@ def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> Ex
         table_size=table_size,
         chunk_pages=plan.chunk_pages,
     )
+
+
+def _make_state(plan: DevicePlan, config: ModelConfig) -> DecodeState:
+    return make_state(plan.num_slots, config.vocab_size, plan.arena_rows)
 
 
 def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
@@ -169,7 +187,11 @@ class ModelRunner:
         self._window = config.window
         self._programs = compiled
         self._cache = _make_cache(plan, config)
-        self._state = make_state(plan.num_slots, config.vocab_size)
+        self._state = _make_state(plan, config)
+        self._vocab_size = config.vocab_size
+        self._arena = Arena(
+            num_rows=plan.arena_rows, num_slots=plan.num_slots, vocab_size=config.vocab_size
+        )
         self._host_rows = HostRows(plan.num_slots, plan.table_sizes[-1])
 
     @property
@@ -203,6 +225,11 @@ class ModelRunner:
         return self._plan.max_model_len
 
     @property
+    def arena_rows(self) -> int:
+        """Rows that grammars can have on the device."""
+        return self._plan.arena_rows
+
+    @property
     def extend_buckets(self) -> tuple[ExtendBucket, ...]:
         """Ascending by tokens."""
         return self._plan.extend_buckets
@@ -218,6 +245,38 @@ class ModelRunner:
         self._host_rows.open(slot, sampling, len(prompt_ids))
         for piece in table_pieces(slot, sampling, prompt_ids, output_ids):
             self._write_table(piece)
+
+    def open_grammar(
+        self,
+        slot: int,
+        guidance: Guidance,
+        *,
+        state: int,
+        end_position: int,
+        live_slots: Collection[int],
+    ) -> bool:
+        """Keep an open slot to a grammar; False where it takes `write_masks` to do so."""
+        image, place = guidance.grammar.image, None
+        if image is not None:
+            place = self._arena.place(slot, image, guidance.end_ids, live_slots)
+        if place is None:
+            self._host_rows.set_grammar(slot, header=-1 - slot, ends=0, state=0, end_position=0)
+            return False
+        self._write_arena(place.writes)
+        self._host_rows.set_grammar(
+            slot,
+            header=place.header,
+            ends=place.ends,
+            state=state,
+            end_position=end_position if guidance.ensures_complete else 0,
+        )
+        return True
+
+    def write_masks(self, masks: Sequence[tuple[int, Words]]) -> None:
+        """Set the masks of slots for their next token; bit b of word w is token 32·w + b."""
+        self._write_arena(
+            [Write(1 + slot, strided(mask, self._vocab_size)) for slot, mask in masks]
+        )
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
         """Set entries [start, start + len(pages)) of the slot's page table of a kind."""
@@ -265,6 +324,7 @@ class ModelRunner:
         no_slots: list[int] = []
         durations_s = {}
         self._write_table(padding_piece(self._host_rows.scratch_slot))
+        self._write_arena([Write(0, np.zeros(0, np.uint32))])
         self.copy_pages([])
         for program in step_programs(self._plan):
             if isinstance(program, DecodeBucket):
@@ -315,6 +375,17 @@ class ModelRunner:
         )
         scores_NC = results[1] if num_targets else None
         return PendingResults(results[0], rows, scores_NC, num_targets)
+
+    def _write_arena(self, writes: Sequence[Write]) -> None:
+        row_size = row_words(self._vocab_size)
+        for start in range(0, len(writes), ARENA_PIECE_ROWS):
+            piece = np.zeros(ARENA_PIECE_ROWS * (1 + row_size), np.uint32)
+            piece[:ARENA_PIECE_ROWS] = np.iinfo(np.int32).max  # no row: not written
+            words_KR = piece[ARENA_PIECE_ROWS:].reshape(-1, row_size)
+            for k, write in enumerate(writes[start : start + ARENA_PIECE_ROWS]):
+                piece[k] = write.row
+                words_KR[k, : len(write.words)] = write.words
+            self._state = self._programs["write_arena"](self._state, piece)
 
     def _write_table(self, piece: Int32Array) -> None:
         self._state = self._programs["write_table"](self._state, piece)

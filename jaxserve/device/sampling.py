@@ -1,8 +1,9 @@
 """Sampling on the device: one id a row from its logits, its parameters and its position, all data.
 
 A row's id depends on nothing else: not on its slot, its neighbours or the batch's size. Filters
-apply in vLLM's order: temperature, min-p, top-k, top-p among what is left. Tokens that tie with the
-last one kept are kept too. B rows, V vocab, C candidates, J members of a group of tokens.
+apply in vLLM's order: temperature, min-p, top-k, top-p among what is left; all of them to what a
+grammar's mask leaves. Tokens that tie with the last one kept are kept too. B rows, V vocab, C
+candidates, J members of a group of tokens.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxserve.device.grammar import mask_logits, masked_argmax
 
 NUM_CANDIDATES = 256
 """Most likely tokens that are sorted; filters that reach beyond them are resolved by bisection."""
@@ -46,31 +49,54 @@ def sample(
     rows: SamplingRows,
     is_adjusted_B: jax.Array,
     adjust: Callable[[jax.Array], jax.Array],
+    is_masked_B: jax.Array,
+    mask_BW: jax.Array,
 ) -> jax.Array:
     """Return int32 ids [B]; at temperature 0 the most likely token, the lowest of equals.
 
     `adjust` takes logits [B, V] and returns those to sample from; it runs only if any row is
-    adjusted.
+    adjusted. Then the masks apply (device/grammar.py), of which rows without one allow everything.
     """
-    greedy_B = _argmax(logits_VB)
+    is_any_masked = jnp.any(is_masked_B)
     is_random_B = rows.temperature > 0
+    is_any_random = jnp.any(is_random_B)
+    # What applies a mask does so in the pass that reads the logits: one more, of the size of the
+    # logits, would take a CPU longer than all that a mask is for.
+    greedy_B = lax.cond(
+        is_any_masked,
+        lambda: masked_argmax(logits_VB, mask_BW),
+        lambda: _argmax(logits_VB),
+    )
 
     def other() -> jax.Array:
         def adjusted() -> tuple[jax.Array, jax.Array]:
-            logits_BV = adjust(logits_VB.T)
-            return logits_BV, jnp.where(is_adjusted_B, _argmax(logits_BV.T), greedy_B)
+            logits_BV = mask_logits(adjust(logits_VB.T), mask_BW)
+            best_B = jnp.where(is_adjusted_B, _argmax(logits_BV.T), greedy_B)
+            weight_BV = lax.cond(
+                is_any_random,
+                lambda: _weights(logits_BV, _logit_of(best_B, logits_BV.T), rows),
+                lambda: jnp.zeros_like(logits_BV),
+            )
+            return weight_BV, best_B
 
-        logits_BV, best_B = lax.cond(
-            jnp.any(is_adjusted_B), adjusted, lambda: (logits_VB.T, greedy_B)
-        )
+        def unadjusted() -> tuple[jax.Array, jax.Array]:
+            best_logit_B = _logit_of(greedy_B, logits_VB)
+            weight_BV = lax.cond(
+                is_any_masked,
+                lambda: _weights(mask_logits(logits_VB.T, mask_BW), best_logit_B, rows),
+                lambda: _weights(logits_VB.T, best_logit_B, rows),
+            )
+            return weight_BV, greedy_B
+
+        weight_BV, best_B = lax.cond(jnp.any(is_adjusted_B), adjusted, unadjusted)
         ids_B: jax.Array = lax.cond(
-            jnp.any(is_random_B),
-            lambda: jnp.where(is_random_B, _draw(logits_BV, rows), best_B),
+            is_any_random,
+            lambda: jnp.where(is_random_B, _draw(weight_BV, rows), best_B),
             lambda: best_B,
         )
         return ids_B
 
-    ids_B: jax.Array = lax.cond(jnp.any(is_random_B | is_adjusted_B), other, lambda: greedy_B)
+    ids_B: jax.Array = lax.cond(is_any_random | jnp.any(is_adjusted_B), other, lambda: greedy_B)
     return ids_B
 
 
@@ -84,10 +110,17 @@ def _argmax(logits_VB: jax.Array) -> jax.Array:
     return (group_B * DRAW_GROUP + jnp.argmax(members_JB, axis=0)).astype(jnp.int32)
 
 
-def _draw(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
+def _logit_of(ids_B: jax.Array, logits_VB: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logits_VB, ids_B[None], axis=0)[0]
+
+
+def _weights(logits_BV: jax.Array, best_logit_B: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Return probabilities up to a factor: of [0, 1], that of the likeliest is 1."""
     temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    shifted_BV = logits_BV - logits_BV.max(axis=-1, keepdims=True)
-    weight_BV = jnp.exp(shifted_BV / temperature_B[:, None])  # of [0, 1], the largest is 1
+    return jnp.exp((logits_BV - best_logit_B[:, None]) / temperature_B[:, None])
+
+
+def _draw(weight_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     filters_B = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
     weight_BV = lax.cond(jnp.any(filters_B), lambda: _filter(weight_BV, rows), lambda: weight_BV)
     return _pick(weight_BV, _uniform(rows))

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from jax import lax
 
 from jaxserve.device.adjustments import AdjustmentRows, Adjustments, make_adjustments
+from jaxserve.device.grammar import GrammarRows, make_arena
 from jaxserve.device.sampling import SamplingRows
 from jaxserve.models.config import AttentionKind
 from jaxserve.types import SamplingParams
@@ -39,9 +40,13 @@ class Column(IntEnum):
     FREQUENCY_PENALTY = 11
     REPETITION_PENALTY = 12
     MIN_POSITION = 13  # the first position that an end id may be sampled for
-    TOKEN_INDEX = 14  # extend: where the row's last known token lies in the flat tokens
-    FULL_START = 15  # extend: the first position that full-attention layers write
-    TABLE = 16
+    GRAMMAR = 14  # as GrammarRows.header; 0: none, and the three below count for nothing
+    GRAMMAR_ENDS = 15
+    GRAMMAR_STATE = 16  # before the first token that is sampled, by an extend; then slots keep it
+    END_POSITION = 17
+    TOKEN_INDEX = 18  # extend: where the row's last known token lies in the flat tokens
+    FULL_START = 19  # extend: the first position that full-attention layers write
+    TABLE = 20
 
 
 def row_size(table_size: int) -> int:
@@ -58,34 +63,34 @@ def read_tables(rows_BF: jax.Array) -> tuple[jax.Array, jax.Array]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeState:
-    """What stays on the device between steps, int32 [S + 1] each but for the tables.
+    """What stays on the device between steps, int32 [S + 1] each but for tables and arena.
 
     Attributes:
         last_token_S: the id each slot sampled last: the input of its next decode.
-        grammar_state_S: automaton state of the slot's grammar; 0: free.
-        grammar_offset_S: where the slot's grammar tables begin.
+        grammar_state_S: where each slot is in its grammar, before its next token.
+        arena_NR: the grammars, uint32, as device/arena.py lays them out.
         adjustments: what the slots' requests do to the logits.
     """
 
     last_token_S: jax.Array
     grammar_state_S: jax.Array
-    grammar_offset_S: jax.Array
+    arena_NR: jax.Array
     adjustments: Adjustments
 
 
-def make_state(num_slots: int, vocab_size: int) -> DecodeState:
-    """Return the state of empty slots."""
+def make_state(num_slots: int, vocab_size: int, arena_rows: int = 0) -> DecodeState:
+    """Return the state of empty slots, with so many rows for grammars."""
     return DecodeState(
         last_token_S=jnp.zeros(num_slots + 1, jnp.int32),
         grammar_state_S=jnp.zeros(num_slots + 1, jnp.int32),
-        grammar_offset_S=jnp.zeros(num_slots + 1, jnp.int32),
+        arena_NR=make_arena(1 + num_slots + arena_rows, vocab_size),
         adjustments=make_adjustments(num_slots, vocab_size),
     )
 
 
-def state_num_bytes(num_slots: int, vocab_size: int) -> int:
+def state_num_bytes(num_slots: int, vocab_size: int, arena_rows: int = 0) -> int:
     """Return the bytes of the state."""
-    shapes = jax.eval_shape(lambda: make_state(num_slots, vocab_size))
+    shapes = jax.eval_shape(lambda: make_state(num_slots, vocab_size, arena_rows))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
@@ -111,6 +116,17 @@ def read_sampling(rows_BF: jax.Array) -> SamplingRows:
         min_p=_as_float(rows_BF[:, Column.MIN_P]),
         seed=lax.bitcast_convert_type(seed, jnp.uint32),
         position=rows_BF[:, Column.POSITION] + 1,
+    )
+
+
+def read_grammars(rows_BF: jax.Array, state_B: jax.Array | None = None) -> GrammarRows:
+    """Take the grammars out of staged rows, on the device; `state_B` instead of the staged one."""
+    return GrammarRows(
+        header=rows_BF[:, Column.GRAMMAR],
+        ends=rows_BF[:, Column.GRAMMAR_ENDS],
+        state=rows_BF[:, Column.GRAMMAR_STATE] if state_B is None else state_B,
+        position=rows_BF[:, Column.POSITION] + 1,
+        end_position=rows_BF[:, Column.END_POSITION],
     )
 
 
@@ -144,6 +160,14 @@ class HostRows:
         row[Column.MIN_POSITION] = num_prompt_tokens + sampling.min_tokens
         seed = np.array([sampling.seed], "<u8").view("<i4")
         row[Column.SEED_LOW : Column.SEED_HIGH + 1] = seed
+
+    def set_grammar(
+        self, slot: int, *, header: int, ends: int, state: int, end_position: int
+    ) -> None:
+        """Set an open slot's grammar; the arguments are as in GrammarRows."""
+        row = self._rows[slot]
+        row[Column.GRAMMAR], row[Column.GRAMMAR_ENDS] = header, ends
+        row[Column.GRAMMAR_STATE], row[Column.END_POSITION] = state, end_position
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
         """Set entries [start, start + len(pages)) of one of a slot's page tables."""

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.engine.batch import Batch, StepResults
+from jaxserve.engine.guides import guide_along, host_masks
 from jaxserve.engine.inbox import Abort, Ask, Command, Inbox, Submit
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import PendingTokens, Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ApiError, EngineDeadError, InvariantError
 from jaxserve.metrics import Metrics
-from jaxserve.types import OutputEvent, RequestFailed, RequestFinished
+from jaxserve.types import GrammarPath, OutputEvent, RequestFailed, RequestFinished
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,10 @@ class EngineCore:
             self._runner.open_slot(
                 request.slot, request.sampling, request.prompt_ids, request.output_ids
             )
+            self._open_grammar(request)
+        masks = host_masks((*batch.prefilled, *batch.decoded))
+        if masks:
+            self._runner.write_masks(masks)
         if batch.copies:
             self._runner.copy_pages(batch.copies)
         for grant in batch.page_grants:
@@ -187,6 +192,24 @@ class EngineCore:
         if batch.num_preempted:
             self._metrics.observe_preempted(batch.num_preempted)
         return _StepInFlight(batch, extended, decoded, self._clock())
+
+    def _open_grammar(self, request: Request) -> None:
+        if request.guidance is None:
+            return
+        guide = guide_along(request.guidance, request.output_ids)
+        is_on_device = self._runner.open_grammar(
+            request.slot,
+            request.guidance,
+            state=guide.state,
+            end_position=request.num_prompt_tokens + request.sampling.max_tokens,
+            live_slots=self._scheduler.running_slots,
+        )
+        path: GrammarPath = "device" if is_on_device else "host"
+        if request.grammar_path is None:
+            self._metrics.observe_guided(path)
+        request.grammar_path = path
+        request.guide = None if is_on_device else guide
+        request.num_guided_tokens = len(request.output_ids)
 
     def _settle_in_flight(self) -> float:
         """Read the ids of the step in flight and keep its events; return the seconds waited."""

@@ -23,7 +23,14 @@ from dataclasses import dataclass, field
 
 from jaxserve.cache.node import Node, Root
 from jaxserve.errors import InvariantError
-from jaxserve.types import GenerationRequest, RequestStats, SamplingParams
+from jaxserve.types import (
+    GenerationRequest,
+    GrammarPath,
+    Guidance,
+    Guide,
+    RequestStats,
+    SamplingParams,
+)
 
 
 class RequestStatus(enum.Enum):
@@ -56,6 +63,8 @@ class Request:
         num_copyable_tokens: computed by steps before the one that is planned.
         num_cached_tokens: prompt tokens that it need not compute, as of its first admission.
         num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
+        guide: makes a mask for each token, where the device does not do without; it has gone along
+            with the first `num_guided_tokens` output ids.
     """
 
     request_id: str
@@ -84,6 +93,10 @@ class Request:
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
     num_scored_tokens: int = 0
+    guidance: Guidance | None = None
+    grammar_path: GrammarPath | None = None
+    guide: Guide | None = None
+    num_guided_tokens: int = 0
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -99,6 +112,7 @@ class Request:
             cache_salt=submitted.cache_salt,
             session=submitted.session,
             named_points=submitted.resume_points,
+            guidance=submitted.guidance,
         )
 
     @property
@@ -163,6 +177,11 @@ class Request:
         """Whether another token may be dispatched: those in flight count against max_tokens."""
         return self.num_sampled_tokens < self.sampling.max_tokens
 
+    @property
+    def waits_for_token(self) -> bool:
+        """Whether its next token needs a mask, and that the last one be read first."""
+        return self.guide is not None and self.num_sampled_tokens > len(self.output_ids)
+
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the known ids at positions [start, end)."""
         num_prompt = len(self.prompt_ids)
@@ -180,4 +199,5 @@ class Request:
             queue_s=None if self.admitted_s is None else self.admitted_s - self.arrival_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
             total_s=now_s - self.arrival_s,
+            grammar_path=self.grammar_path,
         )

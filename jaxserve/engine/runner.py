@@ -5,12 +5,15 @@ captures its arguments: later changes of pages or slots do not reach work that i
 Device thread only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
 from jaxserve.models.config import AttentionKind
-from jaxserve.types import SamplingParams, TokenLogprobs
+from jaxserve.types import Guidance, SamplingParams, TokenLogprobs
 
 
 class PendingTokens(Protocol):
@@ -82,6 +85,27 @@ class Runner(RunnerSizes, Protocol):
         output_ids: Sequence[int],
     ) -> None:
         """Give the slot to a sequence: its sampling, the ids so far, empty page tables."""
+        ...
+
+    def open_grammar(
+        self,
+        slot: int,
+        guidance: Guidance,
+        *,
+        state: int,
+        end_position: int,
+        live_slots: Collection[int],
+    ) -> bool:
+        """Keep the tokens of an open slot to a grammar, from a state of its image on.
+
+        Slots that are not live no longer need theirs. `end_position` is the first one that the
+        budget does not reach. False: there is no image, or no room for it; then each token needs
+        `write_masks` before its step is queued.
+        """
+        ...
+
+    def write_masks(self, masks: Sequence[tuple[int, npt.NDArray[np.uint32]]]) -> None:
+        """Set the next token's mask of slots; bit b of word w is token 32·w + b."""
         ...
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:

@@ -81,6 +81,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def running_slots(self) -> set[int]:
+        """Slots that running requests hold."""
+        return {request.slot for request in self._running}
+
+    @property
     def has_live(self) -> bool:
         """Whether any request has had no terminal event."""
         return bool(self._live)
@@ -237,6 +242,7 @@ class Scheduler:
                 for request in self._running
                 if request.num_computed_tokens >= request.prefill_end
                 and request.has_tokens_to_sample
+                and not request.waits_for_token
             ]
             if self.pages.can_decode(rows):
                 return rows

@@ -68,9 +68,34 @@ class _Wrapped:
         for token_id in in_no_text:
             self.tokens[token_id] = b"\xff[%d]" % token_id
 
-    def __call__(self, text: bytes) -> list[int]:
-        """Tokenize nothing: it is asked for only where forced tokens are."""
-        return []
+        ids_of_bytes = {text: token_id for token_id, text in enumerate(self.tokens)}
+        # A byte's own token, which is for what no other spells, is not how text is written.
+        first = self.tokens.index(b"\0") if b"\0" in self.tokens else 0
+        own = {(token_id, bytes([byte])) for byte, token_id in enumerate(range(first, first + 256))}
+        self._id_of = ids_of_bytes | {
+            text: token_id
+            for token_id, text in enumerate(self.tokens)
+            if (token_id, text) not in own
+        }
+        self._longest = max(map(len, self._id_of))
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Tokenize, the longest token first.
+
+        Asked for where only one text can follow; its first token is all that a mask allows then, so
+        that without one, or with a wrong one, masks are wrong.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        ids = []
+        start = 0
+        while start < len(data):
+            ends = range(min(start + self._longest, len(data)), start, -1)
+            end = next((end for end in ends if data[start:end] in self._id_of), None)
+            if end is None:
+                break
+            ids.append(self._id_of[data[start:end]])
+            start = end
+        return ids
 
 
 class HostTokenizer:

@@ -12,6 +12,7 @@ from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Engine, Generation
+from jaxserve.http.grammars import guide, prepare
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
@@ -43,10 +44,18 @@ async def generate(
     `on_answer` gets each that is complete.
     """
     request_id = logs.request_id.get()
+    grammar = None if options.grammar is None else await prepare(model.grammars, options.grammar)
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
         id_lists, options, model, kind, request_id=request_id, session=session_of(options, http)
     )
+    if grammar is not None:
+        requests = guide(
+            requests,
+            grammar,
+            model.end_token_ids,
+            ensures_complete=options.ensure_complete,
+        )
     stop = StopAutomaton(options.stop)
     choices = []
     for first in range(0, len(requests), options.n):

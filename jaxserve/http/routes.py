@@ -17,6 +17,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
+from jaxserve.http.grammars import check
 from jaxserve.http.middleware import header_request_id
 from jaxserve.http.prompts import (
     Echo,
@@ -40,6 +41,7 @@ from jaxserve.openai.requests import (
     parse_detokenize,
     parse_explain,
     parse_flush,
+    parse_grammar_check,
     parse_release,
     parse_tokenize,
 )
@@ -76,6 +78,7 @@ class Endpoints:
             Route("/v1/cache/explain", self.explain_cache, methods=["POST"]),
             Route("/v1/cache/release", self.release_cache, methods=["POST"]),
             Route("/v1/cache/flush", self.flush_cache, methods=["POST"]),
+            Route("/v1/grammar/check", self.check_grammar, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -193,6 +196,13 @@ class Endpoints:
         """Drop every cached prefix that no request uses."""
         parse_flush(await self._body(http, may_be_empty=True))
         return _json({"pages": await self._engine.flush_cache()})
+
+    async def check_grammar(self, http: HttpRequest) -> Response:
+        """Tell what a grammar compiles to, and what it says of texts."""
+        model = self._loaded_model()
+        request = parse_grammar_check(await self._body(http))
+        _accept(request.model, None, http, model)
+        return _json(await check(model.grammars, request.grammar, request.texts))
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from jaxserve.http.grammars import Grammars
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import SamplingDefaults
@@ -19,6 +20,7 @@ class ServedModel:
         placeholder_token_ids: media placeholders, refused in prompts.
         defaults: the checkpoint's own way of sampling.
         created: Unix time in seconds, for the models endpoints.
+        grammars: compiles what answers have to be; None: nothing can be asked of them.
     """
 
     id: str
@@ -30,3 +32,4 @@ class ServedModel:
     placeholder_token_ids: frozenset[int]
     created: int
     defaults: SamplingDefaults
+    grammars: Grammars | None = None

@@ -27,6 +27,7 @@ from jaxserve.openai.fields import (
     Values,
     table,
 )
+from jaxserve.openai.guided import ENSURE_COMPLETE, GRAMMAR_FIELDS, GrammarRequest, read_grammar
 from jaxserve.types import MAX_BAD_WORDS, MAX_LOGPROBS
 
 MAX_SEQUENCES = 128
@@ -66,6 +67,8 @@ class GenerationOptions:
         cache_salt: only requests of the same one share cached prefixes.
         session: whose cached prefix is kept for longer.
         echo: the prompt's text precedes the answer's.
+        grammar: what an answer has to be; None: anything.
+        ensure_complete: it is to be that even where max_tokens ends it.
     """
 
     model: str | None
@@ -101,6 +104,8 @@ class GenerationOptions:
     cache_salt: str | None
     session: str | None
     echo: bool
+    grammar: GrammarRequest | None = None
+    ensure_complete: bool = False
 
 
 _INCLUDE_USAGE = Field("include_usage", Boolean(), False, "end in a chunk with the usage")
@@ -273,13 +278,9 @@ OPTION_FIELDS = (
     Field("use_beam_search", Neutral((False,)), None),
     Field("early_stopping", Neutral((False,)), None),
     Field("logits_processors", Neutral(([],)), None),
-    Field("response_format", Neutral(({"type": "text"},)), None),
-    Field("structured_outputs", Neutral(), None),
-    Field("guided_json", Neutral(), None),
-    Field("guided_regex", Neutral(), None),
-    Field("guided_choice", Neutral(), None),
-    Field("guided_grammar", Neutral(), None),
-    Field("guided_decoding_backend", Neutral(), None),
+    *GRAMMAR_FIELDS,
+    ENSURE_COMPLETE,
+    Field("guided_decoding_backend", Neutral(("auto",)), None),
     Field("guided_whitespace_pattern", Neutral(), None),
     Field("kv_transfer_params", Neutral(), None),
     Field("vllm_xargs", Neutral(({},)), None),
@@ -312,7 +313,11 @@ def read_options(
             "truncate_prompt_tokens must be -1 or at least 1, not 0.",
             param="truncate_prompt_tokens",
         )
-    top_k = values[_TOP_K]
+    top_k, grammar = values[_TOP_K], read_grammar(values)
+    if values[ENSURE_COMPLETE] and grammar is None:
+        raise InvalidRequestError(
+            "ensure_complete needs a grammar, such as a response_format.", param="ensure_complete"
+        )
     tells_usage = stream_options is not None and stream_options[_INCLUDE_USAGE]
     return GenerationOptions(
         model=values[MODEL],
@@ -351,4 +356,6 @@ def read_options(
         cache_salt=values[_CACHE_SALT],
         session=values[_PROMPT_CACHE_KEY],
         echo=echo,
+        grammar=grammar,
+        ensure_complete=values[ENSURE_COMPLETE],
     )

@@ -13,6 +13,7 @@ from jaxserve.openai.requests import (
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
     FLUSH_FIELDS,
+    GRAMMAR_CHECK_FIELDS,
     RELEASE_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
@@ -82,6 +83,14 @@ _ENDPOINTS = (
         about="Drop every cached prefix that no request uses: `pages` is how many became free."
         " The body may be empty.",
         tables=(FLUSH_FIELDS,),
+    ),
+    _Endpoint(
+        path="/v1/grammar/check",
+        about="Tell what a grammar compiles to, and which texts it accepts: `path` (`device`, or"
+        " `host` with its `reason`), `compile_s`, `num_states`, `num_classes`, `num_masks`,"
+        " `num_bytes`, `min_tokens`; of each text `accepted`, the `offset` of the first byte that"
+        " may not stand there, and what was `allowed` instead.",
+        tables=(GRAMMAR_CHECK_FIELDS,),
     ),
     _Endpoint(path="/v1/models", about="List the one model."),
     _Endpoint(path="/v1/models/{id}", about="Describe the one model."),

@@ -22,6 +22,7 @@ from jaxserve.openai.fields import (
     read_object,
     table,
 )
+from jaxserve.openai.guided import GRAMMAR_FIELDS, GrammarRequest, read_grammar
 from jaxserve.openai.json_body import decode_json
 from jaxserve.openai.messages import CONVERSATION_FIELDS, Conversation, read_conversation
 from jaxserve.openai.options import (
@@ -37,6 +38,9 @@ from jaxserve.types import MAX_LOGPROBS
 
 MAX_TOKEN_IDS = 1 << 19
 """Ids of one request: more than any context holds, fewer than keep the event loop from streams."""
+# Texts to be judged by a grammar, and characters of one.
+MAX_CHECKED = 64
+MAX_CHECKED_CHARS = 1 << 16
 
 Prompt = str | tuple[int, ...]
 """A prompt is text to tokenize, or token ids taken as they are."""
@@ -83,6 +87,15 @@ class DetokenizeRequest:
 
 
 _PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarCheckRequest:
+    """POST /v1/grammar/check."""
+
+    model: str | None
+    grammar: GrammarRequest
+    texts: tuple[str, ...]
 
 
 class _Prompt:
@@ -212,6 +225,11 @@ _TOKENS: Field[tuple[int, ...]] = Field(
 )
 DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
 
+_TEXTS: Field[tuple[str, ...]] = Field(
+    "texts", ListOf(Text(max_length=MAX_CHECKED_CHARS), max_items=MAX_CHECKED), (), "to be judged"
+)
+GRAMMAR_CHECK_FIELDS = table((MODEL, *GRAMMAR_FIELDS, _TEXTS))
+
 
 _SESSION = Field(
     "session", Name(), "", "a session's name: its prompt_cache_key or X-Session-ID", required=True
@@ -324,3 +342,16 @@ def parse_flush(body: bytes) -> None:
 
 def _is_chat(value: object) -> bool:
     return isinstance(value, dict) and "messages" in value
+
+
+def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
+    """Read the body of a grammar check; raises InvalidRequestError naming the field."""
+    values: Values = read_object(decode_json(body), "", GRAMMAR_CHECK_FIELDS)
+    grammar = read_grammar(values)
+    if grammar is None:
+        raise InvalidRequestError(
+            "a grammar is required, such as a response_format.",
+            param="response_format",
+            code="missing_required_parameter",
+        )
+    return GrammarCheckRequest(model=values[MODEL], grammar=grammar, texts=values[_TEXTS])

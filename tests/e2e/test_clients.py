@@ -190,7 +190,7 @@ def test_openai_completes_text_with_all_its_options(client: openai.OpenAI) -> No
     [
         ({"max_tokens": 4000}, "messages", "context_length_exceeded"),
         ({"temperature": 9}, "temperature", "invalid_value"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
         ({"extra_body": {"unheard_of": 1}}, "unheard_of", "unknown_parameter"),
     ],
 )

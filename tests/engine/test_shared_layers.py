@@ -58,7 +58,7 @@ def decode(model: TinyModel, params: Params) -> list[Array]:
     staged[:, Column.POSITION] = POSITIONS
     program = model.compiled[DecodeBucket(rows=4, table_size=plan.table_sizes[0])]
     cache = KVCache(k=tuple(arrays[:half]), v=tuple(arrays[half:]))
-    state = make_state(plan.num_slots, model.config.vocab_size)
+    state = make_state(plan.num_slots, model.config.vocab_size, plan.arena_rows)
     cache, _, result = program(params, cache, state, staged)
     return [np.asarray(array) for array in (*cache.k, *cache.v, result)]
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,6 +19,7 @@ from jaxserve.device.adjustments import (
     table_pieces,
     write_piece,
 )
+from jaxserve.device.arena import mask_words
 from jaxserve.device.sampling import sample
 from jaxserve.device.state import Column, HostRows, read_adjustments, read_sampling
 from jaxserve.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
@@ -53,6 +55,8 @@ def _sample(logits_BV: jax.Array, tables: Adjustments, staged_BF: jax.Array) -> 
         sampling,
         rows.is_used,
         lambda logits_BV: adjust(logits_BV, tables, rows, sampling.position),
+        jnp.zeros_like(rows.is_used),
+        jnp.full((len(logits_BV), mask_words(logits_BV.shape[1])), 0xFFFFFFFF, jnp.uint32),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from jaxserve.device.arena import mask_words
 from jaxserve.device.sampling import NUM_CANDIDATES, SamplingRows, sample
 
 Logits = npt.NDArray[np.float32]
@@ -22,8 +23,9 @@ NUM_ROWS = 1024
 
 @jax.jit
 def draw(logits_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    not_adjusted_B = jnp.zeros(logits_BV.shape[0], bool)
-    return sample(logits_BV.T, rows, not_adjusted_B, lambda logits_BV: logits_BV)
+    none_B = jnp.zeros(logits_BV.shape[0], bool)
+    mask_BW = jnp.full((len(logits_BV), mask_words(logits_BV.shape[1])), 0xFFFFFFFF, jnp.uint32)
+    return sample(logits_BV.T, rows, none_B, lambda logits_BV: logits_BV, none_B, mask_BW)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

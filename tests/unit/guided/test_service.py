@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -132,6 +133,7 @@ def test_each_tool_is_a_document_of_its_own() -> None:
     schema = tools_schema(tools)
 
     assert json.dumps(schema).count("tool:0") == 1
-    for wrong in ({}, [], [3], [{"function": {}}]):
+    wrongs: list[Any] = [{}, [], [3], [{"function": {}}]]
+    for wrong in wrongs:
         with pytest.raises(ValueError, match="tool"):
             tools_schema(wrong)

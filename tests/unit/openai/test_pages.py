@@ -21,6 +21,7 @@ from jaxserve.openai.requests import (
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
     FLUSH_FIELDS,
+    GRAMMAR_CHECK_FIELDS,
     RELEASE_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
@@ -29,6 +30,7 @@ from jaxserve.openai.requests import (
     parse_detokenize,
     parse_explain,
     parse_flush,
+    parse_grammar_check,
     parse_release,
     parse_tokenize,
 )
@@ -47,6 +49,7 @@ PARSERS: dict[str, Parse] = {
     "/v1/cache/explain": parse_explain,
     "/v1/cache/release": parse_release,
     "/v1/cache/flush": parse_flush,
+    "/v1/grammar/check": parse_grammar_check,
 }
 TABLES = {
     CHAT: [CHAT_FIELDS],
@@ -57,6 +60,7 @@ TABLES = {
     "/v1/cache/explain": [CHAT_FIELDS, COMPLETION_FIELDS],
     "/v1/cache/release": [RELEASE_FIELDS],
     "/v1/cache/flush": [FLUSH_FIELDS],
+    "/v1/grammar/check": [GRAMMAR_CHECK_FIELDS],
 }
 USER: dict[str, Any] = {"role": "user", "content": "go"}
 NEEDED: dict[str, list[dict[str, Any]]] = {
@@ -66,6 +70,7 @@ NEEDED: dict[str, list[dict[str, Any]]] = {
     "/detokenize": [{"tokens": [1, 2]}],
     "/v1/cache/release": [{"session": "s"}],
     "/v1/cache/flush": [{}],
+    "/v1/grammar/check": [{"guided_regex": "a"}],
 }
 
 
@@ -176,7 +181,16 @@ EXAMPLES: list[tuple[str, list[Any]]] = [
     ("use_beam_search", [False]),
     ("early_stopping", [False]),
     ("logits_processors", [[]]),
-    ("response_format", [{"type": "text"}]),
+    ("response_format", [{"type": "text"}, {"type": "json_object"}]),
+    ("response_format", [{"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}]),
+    ("structured_outputs", [{"json": {}, "disable_any_whitespace": True}, {"choice": ["a"]}]),
+    ("structured_outputs", [{"regex": "a"}, {"grammar": "start: X"}, {"json_object": True}]),
+    ("guided_json", [{}, True, "{}"]),
+    ("guided_regex", ["a"]),
+    ("guided_choice", [["a", "b"]]),
+    ("guided_grammar", ["start: X"]),
+    ("guided_decoding_backend", ["auto"]),
+    ("ensure_complete", [False]),
     ("vllm_xargs", [{}]),
 ]
 OWN_EXAMPLES: dict[str, list[tuple[str, list[Any]]]] = {

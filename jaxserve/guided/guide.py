@@ -1,0 +1,66 @@
+"""One sequence's way through a grammar, on the host, a token at a time: `Guide`s of types.py."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.guided.host import HostMatcher
+from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
+
+
+class TablesGuide:
+    """Goes through tables; its states are theirs."""
+
+    def __init__(self, tables: TokenTables) -> None:
+        self._tables = tables
+        self._state = START_STATE
+
+    @property
+    def state(self) -> int:
+        """The state, -1 after the text's end."""
+        return self._state
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here, or has ended."""
+        return self._state == DEAD_STATE or bool(self._tables.accepting_S[self._state])
+
+    def allowed_words(self) -> NDArray[np.uint32]:
+        """Return the mask of the state; nothing after the text's end."""
+        masks_DW = self._tables.masks_DW
+        if self._state == DEAD_STATE:
+            return np.zeros_like(masks_DW[0])
+        words: NDArray[np.uint32] = masks_DW[self._tables.mask_id_S[self._state]]
+        return words
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a token; one that is not allowed ends the text."""
+        if self._state != DEAD_STATE:
+            self._state = self._tables.advance(self._state, token_id)
+
+
+class MatcherGuide:
+    """Goes along with a matcher, which is its own from now on; there are no states to tell."""
+
+    state = START_STATE
+
+    def __init__(self, matcher: HostMatcher, *, num_words: int) -> None:
+        """`num_words` are those of a mask."""
+        self._matcher = matcher
+        self._num_words = num_words
+        self._has_ended = False
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here, or has ended."""
+        return self._has_ended or self._matcher.accepting
+
+    def allowed_words(self) -> NDArray[np.uint32]:
+        """Return the mask of the tokens that may follow; nothing after the text's end."""
+        words = np.zeros(self._num_words, np.uint32)
+        if not self._has_ended:
+            self._matcher.fill_mask(words)
+        return words
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a token; one that is not allowed ends the text."""
+        self._has_ended = self._has_ended or not self._matcher.advance(token_id)
