@@ -33,6 +33,7 @@ from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
+from jaxserve.http.turns import REASONING_FIELDS
 from jaxserve.hub.demo import DEMO_MODEL_NAME
 from jaxserve.hub.resolve import resolve_model
 from jaxserve.metrics import Metrics
@@ -112,6 +113,7 @@ class _Server:
                 max_body_bytes=config.max_body_bytes,
                 heartbeat_s=config.heartbeat_s,
                 trust_request_chat_template=config.trust_request_chat_template,
+                reasoning_fields=REASONING_FIELDS[config.reasoning_field],
                 api_keys=config.api_key,
                 cors_origins=config.cors_origin,
             ),

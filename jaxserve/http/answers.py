@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.generation import Delta, Generation
+from jaxserve.http.limits import finish_details
 from jaxserve.http.prompts import Echo, EncodedPrompt
+from jaxserve.http.turns import TurnPlan, WholeTurn
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import STREAM_END, Answer, Choice, Usage
+from jaxserve.text.turns import Content, TurnEvent
 
 Logprobs = Mapping[str, object]
 
@@ -21,6 +24,7 @@ class AnswerWriter:
     Attributes:
         choices: `n` of each prompt.
         echoes: by prompt, what precedes its choices' text.
+        turns: how a chat's parts are written; None: there is nothing but text.
     """
 
     generation: Generation
@@ -30,10 +34,11 @@ class AnswerWriter:
     echoes: Sequence[Echo]
     options: GenerationOptions
     logprobs: LogprobsWriter
+    turns: TurnPlan | None = None
 
     async def whole(self) -> bytes:
         """Run to the end and write one body; a fault in any sequence is raised."""
-        texts = [[self._echo(index)] for index in range(len(self.choices))]
+        turns = [WholeTurn(self.turns, [self._echo(index)]) for index in range(len(self.choices))]
         ids: list[list[int]] = [[] for _ in self.choices]
         tokens: list[list[ScoredToken]] = [[] for _ in self.choices]
         choices = []
@@ -41,18 +46,20 @@ class AnswerWriter:
             async for output in outputs:
                 index = output.index
                 if isinstance(output, Delta):
-                    texts[index].append(output.delta.text)
+                    turns[index].add(output.delta.parts)
                     ids[index].extend(output.delta.token_ids)
                     tokens[index].extend(output.delta.tokens)
                     continue
-                texts[index].append(output.text)
+                turns[index].add(output.parts)
                 choices.append(
                     Choice(
                         index=index,
-                        text="".join(texts[index]),
+                        text="".join(turns[index].text),
+                        extras=turns[index].extras(),
                         token_ids=tuple(ids[index]),
                         finish_reason=output.reason,
                         stop_reason=output.stop_reason,
+                        finish_details=finish_details(output.cut_by),
                         logprobs=self._write([*self._echoed(index), *tokens[index]]),
                         prompt_logprobs=self._prompt_logprobs(index),
                     )
@@ -78,14 +85,40 @@ class AnswerWriter:
                 if isinstance(output, Delta):
                     delta = output.delta
                     logprobs = self._write(delta.tokens) if delta.tokens else None
-                    frame += answer.text_chunk(index, delta.text, delta.token_ids, logprobs, usage)
+                    frame += self._chunks(index, delta.parts, delta.token_ids, logprobs, usage)
                 else:
-                    frame += answer.text_chunk(index, output.text, (), None, usage)
-                    frame += answer.last_chunk(index, output.reason, output.stop_reason, usage)
+                    frame += self._chunks(index, output.parts, (), None, usage)
+                    details = finish_details(output.cut_by)
+                    frame += answer.last_chunk(
+                        index, output.reason, output.stop_reason, usage, details
+                    )
                 if frame:
                     yield frame
         end = answer.usage_chunk(self._usage()) if options.include_usage else b""
         yield end + STREAM_END
+
+    def _chunks(
+        self,
+        index: int,
+        parts: Sequence[TurnEvent],
+        token_ids: tuple[int, ...],
+        logprobs: Logprobs | None,
+        usage: Usage | None,
+    ) -> bytes:
+        """Write a step's parts; what is known of its ids goes with the first."""
+        written = []
+        for part in parts:
+            if isinstance(part, Content):
+                chunk = self.answer.text_chunk(index, part.text, token_ids, logprobs, usage)
+            elif self.turns is None or (delta := self.turns.delta(part)) is None:
+                continue
+            else:
+                chunk = self.answer.delta_chunk(index, delta, token_ids, logprobs, usage)
+            written.append(chunk)
+            token_ids, logprobs = (), None
+        if not written:
+            return self.answer.text_chunk(index, "", token_ids, logprobs, usage)
+        return b"".join(written)
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.options.n].text
@@ -123,6 +156,7 @@ class AnswerWriter:
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=generation.num_output_tokens,
+            reasoning_tokens=generation.num_thought_tokens,
             # As the prompts, each counted once: by its first sample.
             cached_tokens=sum(
                 generation.num_cached_tokens(p * n) for p in range(len(self.prompts))

@@ -14,6 +14,7 @@ class HttpConfig:
         trust_request_chat_template: a request may bring a chat template, which is a program.
         api_keys: one of them opens all but /health and /live; none: everything is open.
         cors_origins: origins whose pages may call; "*": all.
+        reasoning_fields: fields of an answer that tell the model's thoughts.
         heartbeat_s: a silent stream carries a comment this often; 0: never.
     """
 
@@ -21,5 +22,6 @@ class HttpConfig:
     max_sequences: int = 128
     heartbeat_s: float = 15.0
     trust_request_chat_template: bool = False
+    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()

@@ -16,6 +16,8 @@ from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
+from jaxserve.http.turns import TurnPlan
+from jaxserve.metrics import Metrics
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer
@@ -32,6 +34,8 @@ async def generate(
     prompts: Sequence[EncodedPrompt],
     echoes: Sequence[Echo],
     options: GenerationOptions,
+    metrics: Metrics,
+    turns: TurnPlan | None = None,
 ) -> Response:
     """Generate `n` answers to each prompt; a stream is sent when the response is."""
     is_chat = kind is ChatAnswer
@@ -48,9 +52,20 @@ async def generate(
         session=options.session or http.headers.get("x-session-id"),
         max_sequences=config.max_sequences,
     )
+    if turns is not None:
+        requests = [turns.fit(request) for request in requests]
     stop = StopAutomaton(options.stop)
     choices = [
-        ChoiceText(model, options, request.sampling, stop, offset=len(echoes[i // options.n].text))
+        ChoiceText(
+            model,
+            options,
+            request.sampling,
+            stop,
+            offset=len(echoes[i // options.n].text),
+            turn=None if turns is None else turns.parser(request, options),
+            max_calls=None if turns is None else turns.tool_use.max_calls,
+            tells_limit=turns is not None and turns.tool_use.tells_limit,
+        )
         for i, request in enumerate(requests)
     ]
     answer: Answer = kind(
@@ -61,7 +76,7 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
-    generation = Generation(engine, requests, choices)
+    generation = Generation(engine, requests, choices, timeout_s=options.timeout_s)
     writer = AnswerWriter(
         generation=generation,
         answer=answer,
@@ -70,13 +85,18 @@ async def generate(
         echoes=echoes,
         options=options,
         logprobs=LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids),
+        turns=turns,
     )
+
+    def end() -> None:
+        generation.close()
+        for choice in choices:
+            metrics.observe_turn(choice.num_calls, choice.faults)
+
     if options.stream:
-        return EventStreamResponse(
-            writer.frames(), on_end=generation.close, heartbeat_s=config.heartbeat_s
-        )
+        return EventStreamResponse(writer.frames(), on_end=end, heartbeat_s=config.heartbeat_s)
     try:
         body = await run_while_connected(http.receive, writer.whole())
     finally:
-        generation.close()
+        end()
     return Response(body, media_type="application/json")

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeVar
 import anyio.to_thread
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.http.conversations import render_conversation
 from jaxserve.http.served_model import ServedModel
 from jaxserve.openai.messages import Conversation
 from jaxserve.openai.requests import Prompt
@@ -53,19 +54,12 @@ async def chat_prompt(
         )
 
     def encode() -> EncodedPrompt:
-        text = model.chat_template.render(
-            [message.for_template() for message in conversation.messages],
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            source=conversation.chat_template,
-            variables=conversation.template_kwargs,
-        )
-        ids = tuple(model.tokenizer.encode(text, add_special_tokens=True))
-        return _truncated(EncodedPrompt(text, ids), keep)
+        text, ids = render_conversation(conversation, model)
+        return _truncated(EncodedPrompt(text, tuple(ids)), keep)
 
     num_chars = sum(len(message.text) for message in conversation.messages)
-    if conversation.chat_template is not None or conversation.template_kwargs:
-        num_chars += _INLINE_CHARS  # how long a program or its variables take, nobody knows
+    if conversation.takes_long:
+        num_chars += _INLINE_CHARS
     prompt = await _run(encode, num_chars)
     check_ids(prompt.token_ids, model, param="messages")
     return prompt

@@ -27,6 +27,7 @@ from jaxserve.http.prompts import (
 )
 from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, prompt_limit
 from jaxserve.http.served_model import ServedModel
+from jaxserve.http.turns import TurnPlan
 from jaxserve.metrics import Metrics
 from jaxserve.openai.messages import Conversation
 from jaxserve.openai.pages import openapi_document
@@ -89,6 +90,12 @@ class Endpoints:
             prompts=[await self._chat_prompt(request, model)],
             echoes=[chat_echo(request.conversation) if request.options.echo else Echo()],
             options=request.options,
+            metrics=self._metrics,
+            turns=TurnPlan(
+                model=model,
+                tool_use=request.tool_use,
+                reasoning_fields=self._config.reasoning_fields if request.tells_reasoning else (),
+            ),
         )
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -119,6 +126,7 @@ class Endpoints:
                 for prompt in prompts
             ],
             options=options,
+            metrics=self._metrics,
         )
 
     async def render(self, http: HttpRequest) -> Response:

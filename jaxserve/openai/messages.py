@@ -18,30 +18,47 @@ from jaxserve.openai.fields import (
     read_object,
     table,
 )
+from jaxserve.openai.tool_calls import CALL_ID, TOOL_CALLS, ToolCall, pair_results
+from jaxserve.openai.tools import TOOLS, Tool
 
 # Longer lists keep the event loop from everybody's streams.
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 17
 
+THINKING = "enable_thinking"
+"""The template's variable by which a model thinks."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message with text.
+    """One chat message.
 
     Attributes:
         content: the text, or the texts of its parts where the client sent parts.
+        reasoning: the thought that led to it.
+        calls: those that the model made; their results follow.
+        call_id: the call whose result it is; None: it is no result.
     """
 
     role: str
     content: str | tuple[str, ...]
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str | None = None
 
     def for_template(self) -> dict[str, object]:
         """Give the message as chat templates expect it."""
-        if isinstance(self.content, str):
-            return {"role": self.role, "content": self.content}
-        parts = [{"type": "text", "text": text} for text in self.content]
-        return {"role": self.role, "content": parts}
+        message: dict[str, object] = {"role": self.role, "content": self.content}
+        if not isinstance(self.content, str):
+            message["content"] = [{"type": "text", "text": text} for text in self.content]
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.for_template() for call in self.calls]
+        if self.call_id is not None:
+            message["tool_call_id"] = self.call_id
+        return message
 
     @property
     def text(self) -> str:
@@ -58,6 +75,8 @@ class Conversation:
         continue_final_message: leave the last message open instead, to be continued.
         chat_template: a Jinja template in place of the model's own.
         template_kwargs: further variables of the template.
+        tools: what the prompt says that the model may call.
+        thinks: whether the model is to think; None: as the template has it.
     """
 
     messages: tuple[Message, ...]
@@ -65,24 +84,53 @@ class Conversation:
     continue_final_message: bool
     chat_template: str | None
     template_kwargs: Mapping[str, object]
+    tools: tuple[Tool, ...]
+    thinks: bool | None
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether the length of its text does not tell how long rendering may take."""
+        return bool(
+            # A program, or its variables.
+            self.chat_template is not None
+            or self.template_kwargs
+            or self.tools
+            or any(message.calls for message in self.messages)
+        )
 
 
-def _read_parts(value: object, path: str) -> str | tuple[str, ...]:
-    if isinstance(value, list):
-        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_PARTS)(value, path)
-        return tuple(part[_PART_TEXT] for part in parts)
-    return Text()(value, path)
+class _Part:
+    """A part of a message: a text, or the text of a refusal."""
+
+    def __call__(self, value: object, path: str) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if kind == "refusal":
+            return read_object(value, path, _REFUSAL_FIELDS)[_PART_REFUSAL]
+        if isinstance(kind, str) and kind != "text":
+            raise InvalidRequestError(
+                f"{path}.type must be text or refusal, not {kind[:60]!r}: this server reads no"
+                " images, sounds or files",
+                param=f"{path}.type",
+            )
+        return read_object(value, path, _PART_FIELDS)[_PART_TEXT]
+
+    def schema(self) -> dict[str, object]:
+        return {"anyOf": [Object(_PART_FIELDS).schema(), Object(_REFUSAL_FIELDS).schema()]}
 
 
 class _Content:
-    """A string, or a list of text parts."""
+    """A string, or a list of parts with text."""
+
+    _parts = ListOf(_Part(), max_items=MAX_PARTS)
 
     def __call__(self, value: object, path: str) -> str | tuple[str, ...]:
-        return _read_parts(value, path)
+        if isinstance(value, list):
+            # No parts are no text, as null is.
+            return self._parts(value, path) or ""
+        return Text()(value, path)
 
     def schema(self) -> dict[str, object]:
-        parts = ListOf(Object(_PART_FIELDS), min_items=1, max_items=MAX_PARTS).schema()
-        return {"anyOf": [{"type": "string"}, parts]}
+        return {"anyOf": [{"type": "string"}, self._parts.schema()]}
 
 
 class _Message:
@@ -90,9 +138,30 @@ class _Message:
 
     def __call__(self, value: object, path: str) -> Message:
         message = read_object(value, path, _MESSAGE_FIELDS)
-        role = message[_ROLE]
-        # Templates know one role for what the operator says.
-        return Message(role="system" if role == "developer" else role, content=message[_CONTENT])
+        role, content = message[_ROLE], message[_CONTENT]
+        is_assistant, is_tool = role == "assistant", role == "tool"
+        for name, allowed in _ROLE_FIELDS.items():
+            if isinstance(value, dict) and value.get(name) and role != allowed:
+                raise InvalidRequestError(
+                    f"{path}.{name} belongs to role {allowed}, not to {role}",
+                    param=f"{path}.{name}",
+                )
+        if is_tool and message[_CALL_ID] is None:
+            where = f"{path}.tool_call_id"
+            raise InvalidRequestError(
+                f"{where} is required.", param=where, code="missing_required_parameter"
+            )
+        if refusal := message[_REFUSAL]:
+            content = (*([content] if isinstance(content, str) else content), refusal)
+            content = content[1] if not content[0] and len(content) == 2 else content
+        return Message(
+            # Templates know one role for what the operator says.
+            role="system" if role == "developer" else role,
+            content=content,
+            reasoning=message[_REASONING_CONTENT] or message[_REASONING] if is_assistant else "",
+            calls=message[TOOL_CALLS],
+            call_id=message[_CALL_ID],
+        )
 
     def schema(self) -> dict[str, object]:
         return Object(_MESSAGE_FIELDS).schema()
@@ -119,27 +188,43 @@ _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
 
-_PART_TYPE = Field("type", OneOf(("text",)), "text", required=True)
 _PART_TEXT = Field("text", Text(), "", required=True)
-_PART_FIELDS = table((_PART_TYPE, _PART_TEXT))
+_PART_FIELDS = table((Field("type", OneOf(("text",)), "text", required=True), _PART_TEXT))
+_PART_REFUSAL = Field("refusal", Text(), "", required=True)
+_REFUSAL_FIELDS = table((Field("type", OneOf(("refusal",)), "", required=True), _PART_REFUSAL))
 
-_ROLE = Field("role", OneOf(("system", "developer", "user", "assistant")), "", required=True)
-_CONTENT: Field[str | tuple[str, ...]] = Field("content", _Content(), "", required=True)
+_ROLE = Field(
+    "role", OneOf(("system", "developer", "user", "assistant", "tool")), "", required=True
+)
+_CONTENT: Field[str | tuple[str, ...]] = Field("content", _Content(), "")
+_CALL_ID: Field[str | None] = Field("tool_call_id", CALL_ID, None)
+_REFUSAL = Field("refusal", Text(), "")
+_REASONING = Field("reasoning", Text(), "")
+_REASONING_CONTENT = Field("reasoning_content", Text(), "")
 _MESSAGE_FIELDS = table(
     (
         _ROLE,
         _CONTENT,
-        Field("name", Neutral(), None),
-        Field("tool_calls", Neutral(([],)), None),
-        Field("tool_call_id", Neutral(), None),
+        TOOL_CALLS,
+        _CALL_ID,
+        _REFUSAL,
+        _REASONING,
+        _REASONING_CONTENT,
+        # The call tells the name of its result; nobody else's name is in a prompt.
+        Field("name", Text(), None),
         Field("function_call", Neutral(), None),
-        Field("refusal", Neutral(), None),
         Field("audio", Neutral(), None),
         Field("annotations", Neutral(([],)), None),
-        Field("reasoning", Neutral(("",)), None),
-        Field("reasoning_content", Neutral(("",)), None),
     )
 )
+_ROLE_FIELDS = {
+    "tool_calls": "assistant",
+    "refusal": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+    "tool_call_id": "tool",
+    "name": "tool",
+}
 
 _MESSAGES: Field[tuple[Message, ...]] = Field(
     "messages",
@@ -169,6 +254,12 @@ _CHAT_TEMPLATE: Field[str | None] = Field(
 _TEMPLATE_KWARGS: Field[Mapping[str, object]] = Field(
     "chat_template_kwargs", _TemplateVariables(), {}, "further variables of the template"
 )
+_EFFORT: Field[str | None] = Field(
+    "reasoning_effort",
+    OneOf(("none", "minimal", "low", "medium", "high", "xhigh")),
+    None,
+    "none: the model is not to think; all others: it is",
+)
 CONVERSATION_FIELDS = (
     _MESSAGES,
     _ADD_GENERATION_PROMPT,
@@ -181,7 +272,8 @@ CONVERSATION_FIELDS = (
         None,
         "changes nothing: a chat's prompt begins with the model's first token, once",
     ),
-    Field("tools", Neutral(([],)), None),
+    TOOLS,
+    _EFFORT,
     Field("documents", Neutral(([],)), None),
     Field("mm_processor_kwargs", Neutral(({},)), None),
 )
@@ -195,10 +287,20 @@ def read_conversation(values: Values) -> Conversation:
             "add_generation_prompt and continue_final_message contradict each other.",
             param="add_generation_prompt",
         )
+    messages = values[_MESSAGES]
+    effort, variables = values[_EFFORT], values[_TEMPLATE_KWARGS]
+    thinks = None if effort is None else effort != "none"
+    if thinks is not None and variables.get(THINKING, thinks) is not thinks:
+        raise InvalidRequestError(
+            f"reasoning_effort={effort} and chat_template_kwargs.{THINKING} contradict each other",
+            param="reasoning_effort",
+        )
     return Conversation(
-        messages=values[_MESSAGES],
+        messages=pair_results(messages, "messages"),
         add_generation_prompt=not continues if opens is None else opens,
         continue_final_message=continues,
         chat_template=values[_CHAT_TEMPLATE],
-        template_kwargs=values[_TEMPLATE_KWARGS],
+        template_kwargs=variables,
+        tools=values[TOOLS],
+        thinks=thinks,
     )

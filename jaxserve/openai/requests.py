@@ -32,6 +32,8 @@ from jaxserve.openai.options import (
     N,
     read_options,
 )
+from jaxserve.openai.tool_calls import keep_exact_arguments
+from jaxserve.openai.tools import CHOICE_FIELDS, ToolUse, read_tool_use
 from jaxserve.types import MAX_LOGPROBS
 
 # More keep the event loop from everybody's streams.
@@ -43,9 +45,15 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletionRequest:
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Attributes:
+        tells_reasoning: the answer has the model's thoughts.
+    """
 
     conversation: Conversation
+    tool_use: ToolUse
+    tells_reasoning: bool
     options: GenerationOptions
 
 
@@ -125,6 +133,9 @@ _TOP_LOGPROBS: Field[int | None] = Field(
     None,
     "with each, so many of the likeliest tokens; needs logprobs",
 )
+_INCLUDE_REASONING = Field(
+    "include_reasoning", Boolean(), True, "false: leave the model's thoughts out of the answer"
+)
 CHAT_FIELDS = table(
     (
         *CONVERSATION_FIELDS,
@@ -134,16 +145,14 @@ CHAT_FIELDS = table(
         _CHAT_ECHO,
         _CHAT_LOGPROBS,
         _TOP_LOGPROBS,
-        Field("tool_choice", Neutral(("none", "auto")), None),
-        Field("parallel_tool_calls", Neutral((True, False)), None),
+        *CHOICE_FIELDS,
+        _INCLUDE_REASONING,
         Field("functions", Neutral(([],)), None),
         Field("function_call", Neutral(("none", "auto")), None),
         Field("modalities", Neutral((["text"],)), None),
         Field("audio", Neutral(), None),
         Field("prediction", Neutral(), None),
-        Field("reasoning_effort", Neutral(("none",)), None),
         Field("thinking_token_budget", Neutral(), None),
-        Field("include_reasoning", Neutral((True, False)), None),
         Field("verbosity", Neutral(("medium",)), None),
         Field("web_search_options", Neutral(), None),
         Field("prompt_cache_retention", Inert(Text()), None),
@@ -197,7 +206,9 @@ DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
 
 def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     """Read the body of a chat completion request; raises InvalidRequestError naming the field."""
-    values = read_object(decode_json(body), "", CHAT_FIELDS)
+    value = decode_json(body)
+    keep_exact_arguments(value, body)
+    values = read_object(value, "", CHAT_FIELDS)
     max_tokens, newer = values[_CHAT_MAX_TOKENS], values[_MAX_COMPLETION_TOKENS]
     if max_tokens is not None and newer is not None and max_tokens != newer:
         raise InvalidRequestError(
@@ -209,6 +220,8 @@ def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
         raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
     return ChatCompletionRequest(
         conversation=read_conversation(values),
+        tool_use=read_tool_use(values),
+        tells_reasoning=values[_INCLUDE_REASONING],
         options=read_options(
             values,
             max_tokens=max_tokens if newer is None else newer,
@@ -243,6 +256,8 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Read the body of a tokenize request; raises InvalidRequestError naming the field."""
     value = decode_json(body)
     is_chat = isinstance(value, dict) and "messages" in value
+    if is_chat:
+        keep_exact_arguments(value, body)
     fields: FieldTable = TOKENIZE_CHAT_FIELDS if is_chat else TOKENIZE_FIELDS
     values = read_object(value, "", fields)
     return TokenizeRequest(

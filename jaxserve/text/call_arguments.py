@@ -464,9 +464,9 @@ class ArgumentsWriter:
         """Resolve JSON's escapes; a backslash before anything else is text."""
         self._held += text[at]
         kind = self._held[1]
-        if kind == "u" and len(self._held) < 6:
-            if len(self._held) == 2 or text[at] in "0123456789abcdefABCDEF":
-                return at + 1
+        is_open = kind == "u" and len(self._held) < 6
+        if is_open and (len(self._held) == 2 or text[at] in "0123456789abcdefABCDEF"):
+            return at + 1
         escape, self._held = self._held, ""
         self._state = self._in_quoted
         if kind == self._quote or kind in "\\/":
