@@ -13,7 +13,7 @@ from jaxserve.openai.logprobs import ScoredToken
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stop_strings import StopAutomaton, StopStrings
-from jaxserve.text.turns import CallEnded, CallStarted, Content, TurnEvent, TurnParser
+from jaxserve.text.turns import CallEnded, CallStarted, Content, TurnEvent, TurnParser, merge
 from jaxserve.types import SamplingParams, TokenLogprobs
 
 
@@ -127,6 +127,8 @@ class ChoiceText:
             if self.is_stopped:
                 token_ids = token_ids[:count]
                 break
+        if len(delta.parts) > 1:
+            delta.parts = merge(delta.parts)
         delta.token_ids = tuple(token_ids)
         return delta
 
@@ -143,7 +145,7 @@ class ChoiceText:
             parts = [Content(self._take(self._detokenizer.finish()))]
         # Where that completes a stop string, nothing is held any more.
         parts.append(Content(self._stops.finish()))
-        return [part for part in parts if not isinstance(part, Content) or part.text]
+        return merge([part for part in parts if not isinstance(part, Content) or part.text])
 
     def _read(self, events: Sequence[TurnEvent]) -> list[TurnEvent]:
         """Return a turn's parts up to where the choice ends."""

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.fields import (
     Boolean,
     Field,
+    FieldTable,
     Inert,
     ListOf,
     Mapped,
@@ -134,37 +136,29 @@ class _Content:
 
 
 class _Message:
-    """One message."""
+    """One message; what it may hold depends on its role."""
 
     def __call__(self, value: object, path: str) -> Message:
-        message = read_object(value, path, _MESSAGE_FIELDS)
-        role, content = message[_ROLE], message[_CONTENT]
-        is_assistant, is_tool = role == "assistant", role == "tool"
-        for name, allowed in _ROLE_FIELDS.items():
-            if isinstance(value, dict) and value.get(name) and role != allowed:
-                raise InvalidRequestError(
-                    f"{path}.{name} belongs to role {allowed}, not to {role}",
-                    param=f"{path}.{name}",
-                )
-        if is_tool and message[_CALL_ID] is None:
-            where = f"{path}.tool_call_id"
-            raise InvalidRequestError(
-                f"{where} is required.", param=where, code="missing_required_parameter"
-            )
+        role = value.get("role") if isinstance(value, dict) else None
+        fields = _FIELDS_OF["user" if role is None else _ROLE(role, f"{path}.role")]
+        message = read_object(value, path, fields)
+        content = message[_CONTENT]
         if refusal := message[_REFUSAL]:
-            content = (*([content] if isinstance(content, str) else content), refusal)
-            content = content[1] if not content[0] and len(content) == 2 else content
+            parts = (content,) if isinstance(content, str) else content
+            content = (*parts, refusal) if any(parts) else refusal
         return Message(
             # Templates know one role for what the operator says.
-            role="system" if role == "developer" else role,
+            role="system" if role == "developer" else str(role),
             content=content,
-            reasoning=message[_REASONING_CONTENT] or message[_REASONING] if is_assistant else "",
-            calls=message[TOOL_CALLS],
+            reasoning=message[_REASONING_CONTENT] or message[_REASONING] or "",
+            # An empty list is taken from every role, and reads as none.
+            calls=message[TOOL_CALLS] or (),
             call_id=message[_CALL_ID],
         )
 
     def schema(self) -> dict[str, object]:
-        return Object(_MESSAGE_FIELDS).schema()
+        kinds = ("user", "assistant", "tool")
+        return {"anyOf": [Object(_FIELDS_OF[kind]).schema() for kind in kinds]}
 
 
 class _TemplateVariables:
@@ -193,37 +187,39 @@ _PART_FIELDS = table((Field("type", OneOf(("text",)), "text", required=True), _P
 _PART_REFUSAL = Field("refusal", Text(), "", required=True)
 _REFUSAL_FIELDS = table((Field("type", OneOf(("refusal",)), "", required=True), _PART_REFUSAL))
 
-_ROLE = Field(
-    "role", OneOf(("system", "developer", "user", "assistant", "tool")), "", required=True
-)
+_PLAIN_ROLES = ("system", "developer", "user")
+_ROLE = OneOf((*_PLAIN_ROLES, "assistant", "tool"))
 _CONTENT: Field[str | tuple[str, ...]] = Field("content", _Content(), "")
-_CALL_ID: Field[str | None] = Field("tool_call_id", CALL_ID, None)
-_REFUSAL = Field("refusal", Text(), "")
-_REASONING = Field("reasoning", Text(), "")
-_REASONING_CONTENT = Field("reasoning_content", Text(), "")
-_MESSAGE_FIELDS = table(
-    (
-        _ROLE,
-        _CONTENT,
-        TOOL_CALLS,
-        _CALL_ID,
-        _REFUSAL,
-        _REASONING,
-        _REASONING_CONTENT,
-        # The call tells the name of its result; nobody else's name is in a prompt.
-        Field("name", Text(), None),
-        Field("function_call", Neutral(), None),
-        Field("audio", Neutral(), None),
-        Field("annotations", Neutral(([],)), None),
-    )
+_CALL_ID: Field[str | None] = Field("tool_call_id", CALL_ID, None, required=True)
+_REFUSAL: Field[str | None] = Field("refusal", Text(), None)
+_REASONING: Field[str | None] = Field("reasoning", Text(), None)
+_REASONING_CONTENT: Field[str | None] = Field("reasoning_content", Text(), None)
+# What every message may hold, as long as it asks for nothing.
+_NEUTRAL_FIELDS = (
+    Field("name", Neutral(), None),
+    Field("tool_calls", Neutral(([],)), None),
+    Field("tool_call_id", Neutral(), None),
+    Field("refusal", Neutral(("",)), None),
+    Field("reasoning", Neutral(("",)), None),
+    Field("reasoning_content", Neutral(("",)), None),
+    Field("function_call", Neutral(), None),
+    Field("audio", Neutral(), None),
+    Field("annotations", Neutral(([],)), None),
 )
-_ROLE_FIELDS = {
-    "tool_calls": "assistant",
-    "refusal": "assistant",
-    "reasoning": "assistant",
-    "reasoning_content": "assistant",
-    "tool_call_id": "tool",
-    "name": "tool",
+
+
+def _message_fields(roles: tuple[str, ...], *own: Field[Any]) -> FieldTable:
+    role = Field("role", OneOf(roles), "", required=True)
+    return table((role, _CONTENT, *_NEUTRAL_FIELDS, *own))
+
+
+_PLAIN_FIELDS = _message_fields(_PLAIN_ROLES)
+_FIELDS_OF = dict.fromkeys(_PLAIN_ROLES, _PLAIN_FIELDS) | {
+    "assistant": _message_fields(
+        ("assistant",), TOOL_CALLS, _REFUSAL, _REASONING, _REASONING_CONTENT
+    ),
+    # Its call tells the name of a result.
+    "tool": _message_fields(("tool",), _CALL_ID, Field("name", Inert(Text()), None)),
 }
 
 _MESSAGES: Field[tuple[Message, ...]] = Field(

@@ -4,8 +4,6 @@ Arguments are read exactly: whole numbers of any size and the spelling of all ot
 that the next prompt spells them as the model did.
 """
 
-# ruff: noqa: D102 - what a reader reads is its class's docstring
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -118,7 +116,7 @@ class _Arguments:
         return {"anyOf": [{"type": "string"}, {"type": "object"}]}
 
 
-class ToolCallReader:
+class _ToolCall:
     """One call of an assistant's message."""
 
     def __call__(self, value: object, path: str) -> ToolCall:
@@ -146,7 +144,7 @@ _CALL_FIELDS = table(
     )
 )
 TOOL_CALLS: Field[tuple[ToolCall, ...]] = Field(
-    "tool_calls", ListOf(ToolCallReader(), max_items=MAX_CALLS), ()
+    "tool_calls", ListOf(_ToolCall(), max_items=MAX_CALLS), ()
 )
 
 

@@ -176,12 +176,12 @@ def read_tool_use(values: Values) -> ToolUse:
     tools, choice = values[TOOLS], values[_CHOICE]
     if choice is not None and choice.mode == "required":
         _check_forced(choice, tools)
-    is_none = choice is not None and choice.mode == "none"
+    if not tools or (choice is not None and choice.mode == "none"):
+        return ToolUse(is_banned=bool(tools))
     max_calls = values[_MAX_CALLS]
     is_single = not values[_PARALLEL]
     return ToolUse(
-        offered=() if is_none else tools,
-        is_banned=is_none and bool(tools),
+        offered=tools,
         max_calls=1 if is_single else max_calls,
         tells_limit=max_calls is not None and not is_single,
     )
