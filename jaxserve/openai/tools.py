@@ -119,6 +119,8 @@ class _ToolChoice:
         )
 
     def schema(self) -> Schema:
+        if not _SERVES_FORCED_CALLS:
+            return OneOf(("none", "auto")).schema()
         return {"anyOf": [_MODE.schema(), Object(_CHOICE_FIELDS).schema()]}
 
 

@@ -33,8 +33,8 @@ def render_data(data: Any, render: Render, tokenizer: Tokenizer) -> tuple[str, l
     hidden = _stand_ins(strings, tokenizer)
     text = render(_translated(data, str.maketrans(hidden)))
     # A template may have written them as JSON does that knows ASCII only.
-    for original, stand_in in hidden.items():
-        text = text.replace(_escape(stand_in), original)
+    for stand_in in hidden.values():
+        text = text.replace(_escape(stand_in), stand_in)
     shown = {ord(stand_in): original for original, stand_in in hidden.items()}
     ids = tokenizer.encode(text, add_special_tokens=True, stand_ins=shown)
     return text.translate(shown), ids
