@@ -73,7 +73,7 @@ def _only_type(schema: object) -> str | None:
         return None
     options = schema.get("anyOf")
     if isinstance(options, list) and "type" not in schema:
-        kinds = [_only_type(option) for option in options]
+        kinds = [_only_type(option) for option in options if not _is_null(option)]
     else:
         kind = schema.get("type")
         kinds = kind if isinstance(kind, list) else [kind]
@@ -100,7 +100,13 @@ class _Fitter:
         schema, parents = self._resolve(schema, parents, notes)
         schema = self._merge_all(schema, parents)
         schema, is_nullable = self._choose(schema, parents, notes)
-        kind = self._type(schema, notes)
+        kinds = _types(schema)
+        if "null" in kinds and len(kinds) > 1:
+            kinds.remove("null")
+            is_nullable = True
+        if len(kinds) > 1:
+            notes.append(f"of type {' or '.join(kinds)}")
+        kind = kinds[0]
         fitted: dict[str, Any] = {}
         enum = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(enum, list):
@@ -220,22 +226,20 @@ class _Fitter:
             notes += inner_notes
             return {**option, **beside}, is_nullable
         fitted = [self.fit(option, parents) for option in others]
-        notes.append("either " + " or ".join(map(_show, fitted)))
         kinds = {option["type"] for option in fitted}
         if len(kinds) == 1 and "type" not in beside:
             beside["type"] = kinds.pop()
+        if all(option.keys() == {"type", "enum"} for option in fitted):
+            return {"enum": [v for option in fitted for v in option["enum"]], **beside}, is_nullable
+        notes.append("either " + " or ".join(map(_show, fitted)))
         return beside, is_nullable
 
-    def _type(self, schema: Schema, notes: list[str]) -> str:
-        """Return the one type to show; what it leaves out goes to the notes."""
-        kind = schema.get("type")
-        kinds = [k for k in (kind if isinstance(kind, list) else [kind]) if k in _TYPES]
-        if "null" in kinds and len(kinds) > 1:
-            kinds.remove("null")
-            notes.append("or null")
-        if len(kinds) > 1:
-            notes.append(f"of type {' or '.join(kinds)}")
-        return kinds[0] if kinds else _inferred_type(schema)
+
+def _types(schema: Schema) -> list[str]:
+    """Return the types that a schema allows, one at least."""
+    kind = schema.get("type")
+    kinds = [k for k in (kind if isinstance(kind, list) else [kind]) if k in _TYPES]
+    return kinds or [_inferred_type(schema)]
 
 
 def _inferred_type(schema: Schema) -> str:

@@ -133,7 +133,8 @@ async def test_refusals_name_the_place(
 
 
 def test_empty_arguments_are_an_empty_object(gemma4: ServedModel) -> None:
-    for arguments in ("", "{}", {}, None):
+    forms: list[Any] = ["", "{}", {}, None]
+    for arguments in forms:
         assert "call:set_lamp{}<tool_call|>" in text_of(gemma4, USER, calling(arguments), result())
 
 
