@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.fields import (
+    Anything,
     Boolean,
     Field,
     FieldTable,
@@ -216,7 +217,14 @@ def _message_fields(roles: tuple[str, ...], *own: Field[Any]) -> FieldTable:
 _PLAIN_FIELDS = _message_fields(_PLAIN_ROLES)
 _FIELDS_OF = dict.fromkeys(_PLAIN_ROLES, _PLAIN_FIELDS) | {
     "assistant": _message_fields(
-        ("assistant",), TOOL_CALLS, _REFUSAL, _REASONING, _REASONING_CONTENT
+        ("assistant",),
+        TOOL_CALLS,
+        _REFUSAL,
+        _REASONING,
+        _REASONING_CONTENT,
+        # Clients' own notes on what they were told.
+        Field("parsed", Inert(Anything()), None),
+        Field("provider_specific_fields", Inert(Anything()), None),
     ),
     # Its call tells the name of a result.
     "tool": _message_fields(("tool",), _CALL_ID, Field("name", Inert(Text()), None)),

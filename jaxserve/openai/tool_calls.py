@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.fields import (
+    Anything,
     Field,
     Inert,
     Integer,
@@ -132,8 +133,10 @@ CALL_ID = Text(1, MAX_ID_CHARS)
 _ID = Field("id", CALL_ID, "", required=True)
 _NAME = Field("name", ToolName(), "", required=True)
 _ARGUMENTS: Field[Mapping[str, object]] = Field("arguments", _Arguments(), {})
+# Clients send back their own reading of what they were told beside it.
+_PARSED = Field("parsed_arguments", Inert(Anything()), None)
 _FUNCTION: Field[Values] = Field(
-    "function", Object(table((_NAME, _ARGUMENTS))), Values({}), required=True
+    "function", Object(table((_NAME, _ARGUMENTS, _PARSED))), Values({}), required=True
 )
 _CALL_FIELDS = table(
     (

@@ -70,7 +70,8 @@ def test_the_whole_is_an_object() -> None:
             {"oneOf": [{"type": "string"}, {"type": "integer", "minimum": 1}]},
             {
                 "type": "string",
-                "description": '(either {"type": "string"} or {"description": "(at least 1)", "type": "integer"})',
+                "description": '(either {"type": "string"}'
+                ' or {"description": "(at least 1)", "type": "integer"})',
             },
         ),
         ({"anyOf": [{"const": "a"}, {"const": "b"}]}, {"type": "string", "enum": ["a", "b"]}),
