@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve import logs
+from jaxserve.errors import InvalidRequestError
 from jaxserve.http.answers import AnswerWriter
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.config import HttpConfig
@@ -16,6 +17,7 @@ from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
+from jaxserve.http.thought_budget import ThoughtBudget
 from jaxserve.http.turns import TurnPlan
 from jaxserve.metrics import Metrics
 from jaxserve.openai.logprobs import LogprobsWriter
@@ -53,6 +55,7 @@ async def generate(
         max_sequences=config.max_sequences,
     )
     if turns is not None:
+        engine = _limited(engine, turns)
         requests = [turns.fit(request) for request in requests]
     stop = StopAutomaton(options.stop)
     choices = [
@@ -100,3 +103,19 @@ async def generate(
     finally:
         end()
     return Response(body, media_type="application/json")
+
+
+def _limited(engine: Engine, turns: TurnPlan) -> Engine:
+    """Return an engine that keeps to the budget of thoughts, where there is one."""
+    if turns.thought_budget is None:
+        return engine
+    if turns.markers is None:
+        raise InvalidRequestError(
+            "thinking_token_budget: this model does not think", param="thinking_token_budget"
+        )
+    return ThoughtBudget(
+        engine=engine,
+        num_tokens=turns.thought_budget,
+        markers=turns.markers,
+        tokenizer=turns.model.tokenizer,
+    )

@@ -95,6 +95,7 @@ class Endpoints:
                 model=model,
                 tool_use=request.tool_use,
                 reasoning_fields=self._config.reasoning_fields if request.tells_reasoning else (),
+                thought_budget=request.thought_budget,
             ),
         )
 

@@ -21,7 +21,7 @@ from jaxserve.text.turns import (
     TurnEvent,
     TurnParser,
 )
-from jaxserve.types import GenerationRequest
+from jaxserve.types import GenerationRequest, SamplingParams
 
 REASONING_FIELDS = {
     "both": ("reasoning", "reasoning_content"),
@@ -41,14 +41,17 @@ class TurnPlan:
 
     Attributes:
         reasoning_fields: where thoughts are told; none: they are not.
+        thought_budget: most tokens of thoughts; None: no limit.
     """
 
     model: ServedModel
     tool_use: ToolUse
     reasoning_fields: Sequence[str]
+    thought_budget: int | None = None
 
     @cached_property
-    def _markers(self) -> Markers | None:
+    def markers(self) -> Markers | None:
+        """The control tokens of turns, where the model has them."""
         return Markers.find(self.model.tokenizer)
 
     @cached_property
@@ -58,10 +61,10 @@ class TurnPlan:
     def parser(self, request: GenerationRequest, options: GenerationOptions) -> TurnParser | None:
         """Return what splits an answer; None where all of it is content."""
         tokenizer, skips = self.model.tokenizer, options.skip_special_tokens
-        if self._markers is not None:
+        if self.markers is not None:
             return GemmaTurn(
                 tokenizer,
-                self._markers,
+                self.markers,
                 self._tools or None,
                 prompt_ids=request.prompt_ids,
                 skip_special_tokens=skips,
@@ -72,16 +75,14 @@ class TurnPlan:
 
     def fit(self, request: GenerationRequest) -> GenerationRequest:
         """Let a call end the answer, also where other end ids do not; ban calls where asked to."""
-        markers, sampling = self._markers, request.sampling
+        markers, sampling = self.markers, request.sampling
         if markers is None:
             return request
         if self._tools:
             ends = sampling.stop_token_ids | {markers.response_start}
             sampling = replace(sampling, stop_token_ids=ends)
         elif self.tool_use.is_banned:
-            others = [pair for pair in sampling.logit_bias if pair[0] != markers.call_start]
-            bias = (*others, (markers.call_start, _BAN))
-            sampling = replace(sampling, logit_bias=tuple(sorted(bias)))
+            sampling = with_ban(sampling, markers.call_start)
         return replace(request, sampling=sampling)
 
     def delta(self, part: TurnEvent) -> Mapping[str, object] | None:
@@ -130,6 +131,12 @@ class WholeTurn:
                 call["function"]["arguments"] = "".join(pieces)
             extras["tool_calls"] = self.calls
         return extras
+
+
+def with_ban(sampling: SamplingParams, token_id: int) -> SamplingParams:
+    """Return parameters with which an id is never sampled."""
+    others = [pair for pair in sampling.logit_bias if pair[0] != token_id]
+    return replace(sampling, logit_bias=tuple(sorted((*others, (token_id, _BAN)))))
 
 
 def _call(name: str) -> dict[str, Any]:

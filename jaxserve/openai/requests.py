@@ -49,11 +49,13 @@ class ChatCompletionRequest:
 
     Attributes:
         tells_reasoning: the answer has the model's thoughts.
+        thought_budget: most tokens of them; None: no limit.
     """
 
     conversation: Conversation
     tool_use: ToolUse
     tells_reasoning: bool
+    thought_budget: int | None
     options: GenerationOptions
 
 
@@ -136,6 +138,12 @@ _TOP_LOGPROBS: Field[int | None] = Field(
 _INCLUDE_REASONING = Field(
     "include_reasoning", Boolean(), True, "false: leave the model's thoughts out of the answer"
 )
+_THOUGHT_BUDGET: Field[int | None] = Field(
+    "thinking_token_budget",
+    Integer(-1, LARGEST_BUDGET),
+    None,
+    "most tokens of the model's thoughts, which are closed then; -1: no limit; not with logprobs",
+)
 CHAT_FIELDS = table(
     (
         *CONVERSATION_FIELDS,
@@ -147,12 +155,12 @@ CHAT_FIELDS = table(
         _TOP_LOGPROBS,
         *CHOICE_FIELDS,
         _INCLUDE_REASONING,
+        _THOUGHT_BUDGET,
         Field("functions", Neutral(([],)), None),
         Field("function_call", Neutral(("none", "auto")), None),
         Field("modalities", Neutral((["text"],)), None),
         Field("audio", Neutral(), None),
         Field("prediction", Neutral(), None),
-        Field("thinking_token_budget", Neutral(), None),
         Field("verbosity", Neutral(("medium",)), None),
         Field("web_search_options", Neutral(), None),
         Field("prompt_cache_retention", Inert(Text()), None),
@@ -218,10 +226,20 @@ def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     top = values[_TOP_LOGPROBS]
     if top and not values[_CHAT_LOGPROBS]:
         raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
+    budget = values[_THOUGHT_BUDGET]
+    if budget is not None and budget < 0:
+        budget = None
+    if budget is not None and values[_CHAT_LOGPROBS]:
+        raise InvalidRequestError(
+            "thinking_token_budget does not go with logprobs: the marker that closes a thought has"
+            " none",
+            param="thinking_token_budget",
+        )
     return ChatCompletionRequest(
         conversation=read_conversation(values),
         tool_use=read_tool_use(values),
         tells_reasoning=values[_INCLUDE_REASONING],
+        thought_budget=budget,
         options=read_options(
             values,
             max_tokens=max_tokens if newer is None else newer,

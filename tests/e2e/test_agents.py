@@ -124,9 +124,11 @@ async def test_openai(server: Server, streamed: bool) -> None:
                 async with client.chat.completions.stream(
                     model=MODEL, messages=messages, tools=tools
                 ) as events:
-                    async for event in events:
-                        if event.type == "tool_calls.function.arguments.delta":
-                            deltas.append(event.arguments_delta)
+                    deltas += [
+                        event.arguments_delta
+                        async for event in events
+                        if event.type == "tool_calls.function.arguments.delta"
+                    ]
                     completion = await events.get_final_completion()
             else:
                 completion = await client.chat.completions.parse(
@@ -271,7 +273,8 @@ async def main():
         for call in message.tool_calls or ():
             told = tools[call.function.name](**json.loads(call.function.arguments))
             messages.append({"role": "tool", "tool_call_id": call.id, "content": told})
-    print(json.dumps({"answer": message.content, "reasoning": messages[1]["reasoning_content"], "asked": asked}))
+    reasoning = messages[1]["reasoning_content"]
+    print(json.dumps({"answer": message.content, "reasoning": reasoning, "asked": asked}))
 
 asyncio.run(main())
 """

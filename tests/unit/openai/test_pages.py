@@ -197,6 +197,7 @@ OWN_EXAMPLES: dict[str, list[tuple[str, list[Any]]]] = {
         ("modalities", [["text"]]),
         ("reasoning_effort", ["none", "high"]),
         ("include_reasoning", [True, False]),
+        ("thinking_token_budget", [-1, 0, 100]),
         ("verbosity", ["medium"]),
         ("prompt_cache_retention", ["24h"]),
     ],
