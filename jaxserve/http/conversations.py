@@ -8,7 +8,7 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.openai.messages import THINKING, Conversation
 from jaxserve.openai.tool_schemas import fit_tool
 from jaxserve.text.data import render_data
-from jaxserve.text.gemma_turn import Markers
+from jaxserve.text.markers import Markers
 from jaxserve.text.plain_tools import in_plain_text
 
 # Inside of the model's own message a template cuts thoughts out, and would not know them hidden.

@@ -15,7 +15,7 @@ from jaxserve.engine.client import EngineStatus
 from jaxserve.errors import OverloadedError, UnavailableError
 from jaxserve.http.generation import Engine, EventStream
 from jaxserve.http.turns import with_ban
-from jaxserve.text.gemma_turn import Markers
+from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import (
     EndedBy,

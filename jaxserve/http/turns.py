@@ -10,8 +10,9 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.tool_schemas import argument_types
 from jaxserve.openai.tools import ToolUse
-from jaxserve.text.gemma_turn import GemmaTurn, Markers
+from jaxserve.text.gemma_turn import GemmaTurn
 from jaxserve.text.json_turn import JsonTurn
+from jaxserve.text.markers import Markers
 from jaxserve.text.turns import (
     CallArguments,
     CallStarted,

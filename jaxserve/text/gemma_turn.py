@@ -8,13 +8,12 @@ the markers. Nothing is dropped but markers, and nothing raises. One object per 
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Self
 
 from jaxserve.text.call_arguments import ArgumentsWriter
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.json_call import read_json_call
+from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.turns import (
     Content,
@@ -34,35 +33,6 @@ _LEAD_CALL = re.compile(r"\s*call:\s*([\w.:/-]+)\s*([{(])")
 _CLOSERS = {"{": "}", "(": ")"}
 # A longer head is no name.
 _MAX_HEAD_CHARS = 256
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Markers:
-    """Ids of the control tokens that a turn is made of."""
-
-    thought_start: int
-    thought_end: int
-    call_start: int
-    call_end: int
-    response_start: int
-    delimiter: int
-
-    @classmethod
-    def find(cls, tokenizer: Tokenizer) -> Self | None:
-        """Look them up by their spelling; None where the vocabulary lacks one."""
-        ids = {name: tokenizer.token_id(spelling) for name, spelling in _SPELLINGS.items()}
-        known = {name: token_id for name, token_id in ids.items() if token_id is not None}
-        return cls(**known) if len(known) == len(ids) else None
-
-
-_SPELLINGS = {
-    "thought_start": "<|channel>",
-    "thought_end": "<channel|>",
-    "call_start": "<|tool_call>",
-    "call_end": "<tool_call|>",
-    "response_start": "<|tool_response>",
-    "delimiter": '<|"|>',
-}
 
 
 class _Mode(Enum):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from jaxserve.text.call_arguments import ArgumentsWriter
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.data import render_data
-from jaxserve.text.gemma_turn import GemmaTurn, Markers
+from jaxserve.text.gemma_turn import GemmaTurn
 from jaxserve.text.json_turn import CALL_FENCE, JsonTurn
+from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.turns import CallArguments, CallEnded, CallStarted, Content, TurnEvent, merge
 
@@ -99,7 +100,7 @@ def check(events: list[TurnEvent], *, is_cut: bool) -> None:
     assert open_call is None or is_cut
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(text=TURNS, is_cut=st.booleans(), offers=st.booleans())
 def test_any_turn_gives_the_same_events_however_it_is_spelled(
     text: str, is_cut: bool, offers: bool
@@ -114,7 +115,7 @@ def test_any_turn_gives_the_same_events_however_it_is_spelled(
         assert not any(isinstance(event, CallStarted) for event in events)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=TURNS, is_cut=st.booleans())
 def test_any_json_turn_gives_the_same_events_however_it_is_spelled(text: str, is_cut: bool) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
@@ -124,7 +125,7 @@ def test_any_json_turn_gives_the_same_events_however_it_is_spelled(text: str, is
     assert read(JsonTurn(TOKENIZER, TOOLS), spelled_in_bytes(text), is_cut=is_cut) == events
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(arguments=st.dictionaries(KEYS, VALUES, max_size=5))
 def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> None:
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "b"}}]}
@@ -145,7 +146,7 @@ def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> Non
     assert json.loads(events[1].text) == arguments
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(arguments=st.dictionaries(st.text(max_size=5), VALUES, max_size=5), indent=st.booleans())
 def test_json_arguments_are_read_back(arguments: dict[str, Any], indent: bool) -> None:
     body = json.dumps(
@@ -168,7 +169,7 @@ def test_json_arguments_are_read_back(arguments: dict[str, Any], indent: bool) -
     assert json.loads(events[2].text) == arguments
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     pieces=st.lists(st.text("ab1{}[](),:=\"'\\ue0", max_size=6) | st.none(), max_size=12),
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5),
