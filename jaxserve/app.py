@@ -29,11 +29,11 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.inbox import Inbox
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
+from jaxserve.http.answer_parts import REASONING_FIELDS
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
-from jaxserve.http.turns import REASONING_FIELDS
 from jaxserve.hub.demo import DEMO_MODEL_NAME
 from jaxserve.hub.resolve import resolve_model
 from jaxserve.metrics import Metrics

@@ -4,11 +4,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from jaxserve.http.answer_parts import TurnPlan, WholeTurn
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.generation import Delta, Generation
 from jaxserve.http.limits import finish_details
 from jaxserve.http.prompts import Echo, EncodedPrompt
-from jaxserve.http.turns import TurnPlan, WholeTurn
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import STREAM_END, Answer, Choice, Usage

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from jaxserve import logs
 from jaxserve.errors import InvalidRequestError
+from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.answers import AnswerWriter
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.config import HttpConfig
@@ -18,7 +19,6 @@ from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
 from jaxserve.http.thought_budget import ThoughtBudget
-from jaxserve.http.turns import TurnPlan
 from jaxserve.metrics import Metrics
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions

@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
+from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.body import read_json_body
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.generate import generate
@@ -27,7 +28,6 @@ from jaxserve.http.prompts import (
 )
 from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, prompt_limit
 from jaxserve.http.served_model import ServedModel
-from jaxserve.http.turns import TurnPlan
 from jaxserve.metrics import Metrics
 from jaxserve.openai.messages import Conversation
 from jaxserve.openai.pages import openapi_document

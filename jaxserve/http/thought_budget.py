@@ -13,8 +13,8 @@ from typing import Self
 
 from jaxserve.engine.client import EngineStatus
 from jaxserve.errors import OverloadedError, UnavailableError
+from jaxserve.http.answer_parts import with_ban
 from jaxserve.http.generation import Engine, EventStream
-from jaxserve.http.turns import with_ban
 from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import (

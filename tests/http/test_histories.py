@@ -13,7 +13,7 @@ from jaxserve.openai.requests import parse_chat_completion
 from tests.fake_engine import MARKER_IDS, MARKERS, FakeEngine, Script, turn_ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
-from tests.http.turns import ASK, CHAT, RENDER, SET_LAMP, TOOLS, USER, calling, result
+from tests.http.tool_requests import ASK, CHAT, RENDER, SET_LAMP, TOOLS, USER, calling, result
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = json.loads((DATA / "gemma4_chat" / "chat_cases.json").read_text())

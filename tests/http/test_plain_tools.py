@@ -8,7 +8,17 @@ import pytest
 from tests.fake_engine import FakeEngine, Script
 from tests.http.conftest import Serve
 from tests.http.driver import post
-from tests.http.turns import ASK, CHAT, RENDER, TOOLS, USER, answer, calling, calls_of, result
+from tests.http.tool_requests import (
+    ASK,
+    CHAT,
+    RENDER,
+    TOOLS,
+    USER,
+    answer,
+    calling,
+    calls_of,
+    result,
+)
 
 CALL = '```tool_call\n{"name": "set_lamp", "arguments": {"room": "at`tic", "level": 1.50}}\n```'
 

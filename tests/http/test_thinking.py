@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import EngineError, OverloadedError
+from jaxserve.http.answer_parts import REASONING_FIELDS
 from jaxserve.http.config import HttpConfig
-from jaxserve.http.turns import REASONING_FIELDS
 from tests.fake_engine import BOS, MARKER_IDS, FakeEngine, Script, ids, turn_ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
-from tests.http.turns import ASK, CHAT, RENDER, USER, answer, calling, calls_of, result
+from tests.http.tool_requests import ASK, CHAT, RENDER, USER, answer, calling, calls_of, result
 
 THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 HI: dict[str, Any] = {"messages": [USER], **THINKING}

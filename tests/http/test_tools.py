@@ -8,7 +8,7 @@ from jaxserve.metrics import Metrics
 from tests.fake_engine import MARKER_IDS, FakeEngine, Script, turn_ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
-from tests.http.turns import ASK, CHAT, TOOLS, USER, answer, answers, calls_of
+from tests.http.tool_requests import ASK, CHAT, TOOLS, USER, answer, answers, calls_of
 
 Q = '<|"|>'
 LAMP = f"<|tool_call>call:set_lamp{{level:3,room:{Q}attic{Q}}}<tool_call|>"

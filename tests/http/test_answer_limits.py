@@ -9,7 +9,7 @@ from jaxserve.openai.options import Repetition
 from tests.fake_engine import FakeEngine, Script, ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
-from tests.http.turns import ASK, CHAT, USER, answer, answers, calls_of
+from tests.http.tool_requests import ASK, CHAT, USER, answer, answers, calls_of
 
 HI: dict[str, Any] = {"messages": [USER]}
 CALL = "<|tool_call>call:b{}<tool_call|>"
