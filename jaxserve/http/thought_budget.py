@@ -161,12 +161,12 @@ class _Stream:
 
     def _is_to_close(self, token_id: int) -> bool:
         markers = self._budget.markers
-        if token_id == markers.thought_start:
-            self._is_in_thought = True
-        elif token_id == markers.thought_end:
+        if token_id == markers.thought_end:
             self._is_in_thought = False
         elif self._is_in_thought:
             self._num_left -= 1
+        elif token_id == markers.thought_start:
+            self._is_in_thought = True
         is_end = token_id in self._request.sampling.stop_token_ids
         return self._is_in_thought and self._num_left <= 0 and not is_end
 

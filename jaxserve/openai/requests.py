@@ -226,27 +226,32 @@ def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     top = values[_TOP_LOGPROBS]
     if top and not values[_CHAT_LOGPROBS]:
         raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
-    budget = values[_THOUGHT_BUDGET]
-    if budget is not None and budget < 0:
-        budget = None
-    if budget is not None and values[_CHAT_LOGPROBS]:
-        raise InvalidRequestError(
-            "thinking_token_budget does not go with logprobs: the marker that closes a thought has"
-            " none",
-            param="thinking_token_budget",
-        )
+    options = read_options(
+        values,
+        max_tokens=max_tokens if newer is None else newer,
+        logprobs=(top or 0) if values[_CHAT_LOGPROBS] else None,
+        echo=values[_CHAT_ECHO],
+    )
     return ChatCompletionRequest(
         conversation=read_conversation(values),
         tool_use=read_tool_use(values),
         tells_reasoning=values[_INCLUDE_REASONING],
-        thought_budget=budget,
-        options=read_options(
-            values,
-            max_tokens=max_tokens if newer is None else newer,
-            logprobs=(top or 0) if values[_CHAT_LOGPROBS] else None,
-            echo=values[_CHAT_ECHO],
-        ),
+        thought_budget=_read_thought_budget(values, options),
+        options=options,
     )
+
+
+def _read_thought_budget(values: Values, options: GenerationOptions) -> int | None:
+    budget = values[_THOUGHT_BUDGET]
+    if budget is None or budget < 0:
+        return None
+    if options.logprobs is not None or options.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "thinking_token_budget goes with neither logprobs nor prompt_logprobs: the marker that"
+            " closes a thought has none",
+            param="thinking_token_budget",
+        )
+    return budget
 
 
 def parse_completion(body: bytes) -> CompletionRequest:

@@ -5,6 +5,7 @@ that the next prompt spells them as the model did.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -30,6 +31,13 @@ from jaxserve.openai.tools import ToolName
 # Of one message.
 MAX_CALLS = 128
 MAX_ID_CHARS = 256
+
+_ESCAPE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
+    r"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+    r"|\\.",
+    re.DOTALL,
+)
 
 
 class ExactFloat(float):
@@ -63,11 +71,12 @@ class ToolCall:
 
 
 def decode_arguments(text: str) -> object:
-    """Decode JSON exactly; raises ValueError."""
+    """Decode JSON exactly, but for unpaired surrogates, which become U+FFFD; raises ValueError."""
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
+    text = _ESCAPE.sub(lambda found: "\\ufffd" if found["lone"] else found[0], text)
     try:
         return json.loads(text, parse_float=ExactFloat, parse_constant=refuse)
     except RecursionError as error:
@@ -75,15 +84,31 @@ def decode_arguments(text: str) -> object:
 
 
 def keep_exact_arguments(body: object, source: bytes) -> None:
-    """Put exact arguments in place of those that `body`, decoded from `source`, has as objects."""
-    if not any(_arguments_objects(body)):
+    """Put exact arguments in place of those that `body`, decoded from `source`, has as objects.
+
+    The usual decoder gives a number that is no 64-bit integer as a float.
+    """
+    objects = _arguments_objects(body)
+    if not any(_has_float(function["arguments"]) for function in objects):
         return
     try:
         exact = decode_arguments(source.decode())
     except ValueError:
         return  # what the other decoder took is good enough
-    for function, other in zip(_arguments_objects(body), _arguments_objects(exact), strict=True):
+    for function, other in zip(objects, _arguments_objects(exact), strict=True):
         function["arguments"] = other["arguments"]
+
+
+def _has_float(value: Any) -> bool:
+    """Tell whether there is a float in a JSON value, however deep."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, float):
+            return True
+        if isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
+    return False
 
 
 def _arguments_objects(body: Any) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.openai.fields import MAX_DEPTH
 
 # References multiply: a few of them can stand for millions of schemas.
 MAX_NODES = 10_000
@@ -88,6 +89,7 @@ class _Fitter:
         self._root = root
         self._path = path
         self._num_nodes = 0
+        self._depth = 0
 
     def fit(self, schema: object, parents: tuple[str, ...]) -> dict[str, Any]:
         """Return one schema fitted; `parents` are the references that it lies in."""
@@ -96,6 +98,16 @@ class _Fitter:
             raise InvalidRequestError(
                 f"{self._path} stands for more than {MAX_NODES} schemas", param=self._path
             )
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise InvalidRequestError(
+                f"{self._path} is nested deeper than {MAX_DEPTH} levels", param=self._path
+            )
+        fitted = self._fit(schema, parents)
+        self._depth -= 1
+        return fitted
+
+    def _fit(self, schema: object, parents: tuple[str, ...]) -> dict[str, Any]:
         notes: list[str] = []
         schema, parents = self._resolve(schema, parents, notes)
         schema = self._merge_all(schema, parents)

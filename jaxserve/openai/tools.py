@@ -26,7 +26,7 @@ from jaxserve.openai.fields import (
 # OpenAI's limit.
 MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
-_NAME = re.compile(rf"[A-Za-z_][A-Za-z0-9_.:/-]{{0,{MAX_NAME_CHARS - 1}}}")
+_NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9_.:/-]{{0,{MAX_NAME_CHARS - 1}}}")
 
 # Nothing forces a call yet; a grammar for calls is what it takes.
 _SERVES_FORCED_CALLS = False
@@ -62,7 +62,7 @@ class ToolName:
         name = Text(1, MAX_NAME_CHARS)(value, path)
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
-                f"{path} must begin with a letter or _; letters, digits and _ . : / - may follow",
+                f"{path} must hold only letters, digits, _ and -, and behind these also . : /",
                 param=path,
             )
         return name

@@ -7,6 +7,7 @@ template's own; the characters come back behind that. Data without any such spel
 case, is rendered as it is. Pure.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ Render = Callable[[Any], str]
 
 # Where stand-ins are taken from: characters for private use, which templates have no use for.
 _PRIVATE = range(0xE000, 0xF900)
+_USED = re.compile("[\ue000-\uf8ff]|\\\\u([ef][0-9a-f]{3})")
 
 
 def render_data(data: Any, render: Render, tokenizer: Tokenizer) -> tuple[str, list[int]]:
@@ -56,11 +58,12 @@ def _may_spell_control(strings: Sequence[str], tokenizer: Tokenizer) -> bool:
 def _stand_ins(strings: Sequence[str], tokenizer: Tokenizer) -> dict[str, str]:
     """Choose for each first character of a control token one that occurs nowhere."""
     firsts = sorted({beginning[0] for beginning in tokenizer.control_beginnings})
-    free = (
-        chr(code)
-        for code in _PRIVATE
-        if not any(chr(code) in string or _escape(chr(code)) in string for string in strings)
-    )
+    used = {
+        int(found[1], 16) if found[1] else ord(found[0])
+        for string in strings
+        for found in _USED.finditer(string)
+    }
+    free = (chr(code) for code in _PRIVATE if code not in used)
     hidden = dict(zip(firsts, free, strict=False))
     if len(hidden) < len(firsts):
         raise InvalidRequestError(

@@ -101,7 +101,7 @@ class TurnText:
         return events
 
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:/-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.:/-]{0,127}")
 
 
 def is_tool_name(name: str) -> bool:

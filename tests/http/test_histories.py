@@ -87,6 +87,11 @@ def test_arguments_are_spelled_as_the_model_did(gemma4: ServedModel, as_text: bo
     assert "call:set_lamp{big:123456789012345678901234567890,e:1E30,n:-0.0,x:1.50}" in text
 
 
+def test_unpaired_surrogates_do_not_stay_for_ever(gemma4: ServedModel) -> None:
+    text = text_of(gemma4, USER, calling('{"a": "\\ud800 \\ud83d\\ude42 \\\\ud800"}'), result())
+    assert '{a:<|"|>\ufffd 🙂 \\ud800<|"|>}' in text
+
+
 def test_results_come_in_the_order_of_their_calls(gemma4: ServedModel) -> None:
     two = calling(id="c1")
     two["tool_calls"] += calling(name="b", id="c2")["tool_calls"]

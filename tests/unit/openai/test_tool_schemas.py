@@ -170,6 +170,20 @@ def test_references_cannot_multiply() -> None:
         fit_property({"$ref": "#/$defs/d0"}, **{"$defs": {**definitions, "d20": {}}})
 
 
+def test_references_cannot_nest_without_end() -> None:
+    definitions: dict[str, Any] = {
+        f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(3000)
+    }
+    with pytest.raises(InvalidRequestError, match="deeper than 64"):
+        fit_property({"$ref": "#/$defs/d0"}, **{"$defs": {**definitions, "d3000": {}}})
+    # A chain of references is no nesting.
+    chain: dict[str, Any] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(300)}
+    fitted = fit_property(
+        {"$ref": "#/$defs/d0"}, **{"$defs": {**chain, "d300": {"type": "integer"}}}
+    )
+    assert fitted == {"type": "integer"}
+
+
 def test_types_of_arguments() -> None:
     properties = {
         "a": {"type": "string"},
