@@ -3,8 +3,11 @@
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.e2e.server import ServerProcess
+
+pytestmark = pytest.mark.timeout(300)
 
 START, END, NEWLINE = 100, 101, 107
 
