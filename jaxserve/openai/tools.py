@@ -162,12 +162,14 @@ class ToolUse:
 
     Attributes:
         offered: what may be called; empty: nothing.
+        must_call: one of these has to be called.
         is_banned: there are tools, but none may be called.
         max_calls: the answer ends after so many calls; None: no limit.
         tells_limit: the answer says so where that ended it.
     """
 
     offered: tuple[Tool, ...] = ()
+    must_call: bool = False
     is_banned: bool = False
     max_calls: int | None = None
     tells_limit: bool = False
@@ -175,15 +177,16 @@ class ToolUse:
 
 def read_tool_use(values: Values) -> ToolUse:
     """Take the use of tools out of what a table with TOOLS and CHOICE_FIELDS read."""
-    tools, choice = values[TOOLS], values[_CHOICE]
-    if choice is not None and choice.mode == "required":
+    tools, choice = values[TOOLS], values[_CHOICE] or ToolChoice(mode="auto")
+    if choice.mode == "required":
         _check_forced(choice, tools)
-    if not tools or (choice is not None and choice.mode == "none"):
+    if not tools or choice.mode == "none":
         return ToolUse(is_banned=bool(tools))
     max_calls = values[_MAX_CALLS]
     is_single = not values[_PARALLEL]
     return ToolUse(
-        offered=tools,
+        offered=tuple(tool for tool in tools if choice.name in (None, tool.name)),
+        must_call=choice.mode == "required",
         max_calls=1 if is_single else max_calls,
         tells_limit=max_calls is not None and not is_single,
     )
