@@ -111,6 +111,8 @@ class _Server:
             lambda: self._model,
             config=HttpConfig(
                 max_body_bytes=config.max_body_bytes,
+                dropped_from_system=config.drop_from_system,
+                remembers_turns=not config.no_turn_memory,
                 heartbeat_s=config.heartbeat_s,
                 trust_request_chat_template=config.trust_request_chat_template,
                 reasoning_fields=REASONING_FIELDS[config.reasoning_field],
@@ -204,6 +206,7 @@ class _Server:
             max_model_len=config.max_model_len,
             max_batch=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,
+            tokens_per_resume_point=config.tokens_per_resume_point,
         )
         with _PhaseReport(self._client) as report:
             loaded = load_model(folder, options, report)

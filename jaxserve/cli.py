@@ -51,9 +51,11 @@ def _serve_config(arguments: dict[str, Any]) -> ServeConfig:
             raise ConfigError(f"two models are named: {positional} and {arguments['model']}")
         arguments["model"] = positional
     from_environment = os.environ.get(API_KEY_VARIABLE, "").split(",")
-    keys = [*(arguments.pop("api_key") or ()), *filter(None, map(str.strip, from_environment))]
-    origins = arguments.pop("cors_origin") or ()
-    return ServeConfig(**arguments, api_key=tuple(keys), cors_origin=tuple(origins))
+    for setting in serve_flags():
+        if isinstance(setting.default, tuple):
+            arguments[setting.name] = tuple(arguments[setting.name] or ())
+    arguments["api_key"] += tuple(filter(None, map(str.strip, from_environment)))
+    return ServeConfig(**arguments)
 
 
 def _serve(config: ServeConfig) -> int:

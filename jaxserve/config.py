@@ -3,6 +3,7 @@
 The command line builds it, once; nothing else reads the environment.
 """
 
+import re
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -44,6 +45,11 @@ class ServeConfig:
     kv_cache_bytes: int | None = flag(
         "bytes of KV pages; default: what the device leaves, on a CPU 1 GiB", None, metavar="N"
     )
+    tokens_per_resume_point: int = flag(
+        "cached tokens for which sliding layers' pages shall hold one point to resume from",
+        8192,
+        metavar="N",
+    )
     max_waiting_requests: int = flag(
         "sequences that may wait for their first token; more are refused with 429",
         1024,
@@ -61,6 +67,19 @@ class ServeConfig:
         "seconds that a session's cached prefix outlasts others of its age", 60.0, metavar="S"
     )
     no_prefix_cache: bool = flag("compute every prompt whole", False, action="store_true")
+    no_turn_memory: bool = flag(
+        "tokenize the model's turns anew when they come back, instead of taking the generated ids",
+        False,
+        action="store_true",
+    )
+    drop_from_system: tuple[str, ...] = flag(
+        "regular expression; what it finds in system messages, line by line, is left out of"
+        " prompts, such as a time that would keep all that follows from being cached;"
+        " may be repeated",
+        (),
+        action="append",
+        metavar="REGEX",
+    )
     compile_cache: str | None = flag(
         "folder of compiled programs; default: in the user's cache folder; '' turns it off",
         None,
@@ -108,6 +127,7 @@ class ServeConfig:
             "max_batch": 1,
             "max_model_len": 2,
             "kv_cache_bytes": 1,
+            "tokens_per_resume_point": 1,
             "max_waiting_requests": 1,
             "max_waiting_tokens": 1,
             "prefill_stall_factor": 0,
@@ -122,6 +142,11 @@ class ServeConfig:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {value} is less than the least, {minimum}"
                 )
+        for pattern in self.drop_from_system:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"--drop-from-system {pattern!r} is wrong: {error}") from error
         if any(not key.strip() for key in self.api_key):
             raise ConfigError("--api-key is empty")
         if not 0 <= self.port <= 65535:

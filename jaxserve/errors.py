@@ -10,7 +10,9 @@ JaxserveError
     AuthenticationError 401
     NotFoundError 404
     MethodNotAllowedError 405
+    RequestTimeoutError 408
     BodyTooLargeError 413
+    UrlTooLongError 414
     UnsupportedMediaTypeError 415
     HeadTooLargeError 431
     OverloadedError 429         the queue is full
@@ -103,12 +105,28 @@ class MethodNotAllowedError(ApiError):
     code = "method_not_allowed"
 
 
+class RequestTimeoutError(ApiError):
+    """A request began to arrive, and did not go on."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
 class BodyTooLargeError(ApiError):
     """The body exceeds the configured limit."""
 
     status = 413
     type = "invalid_request_error"
     code = "body_too_large"
+
+
+class UrlTooLongError(ApiError):
+    """The URL exceeds the limit."""
+
+    status = 414
+    type = "invalid_request_error"
+    code = "url_too_long"
 
 
 class UnsupportedMediaTypeError(ApiError):

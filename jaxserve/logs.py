@@ -4,6 +4,7 @@ No line holds text of a prompt or of an answer, at any level.
 """
 
 import logging
+import re
 import sys
 from contextvars import ContextVar
 from typing import TextIO
@@ -11,7 +12,16 @@ from typing import TextIO
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
 """Id of the HTTP request that the current task serves."""
 
+MAX_REQUEST_ID_CHARS = 128
+REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}")
+"""What a line and a header can hold: visible ASCII characters, no space."""
+
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s [%(request_id)s] %(message)s"
+
+
+def is_request_id(text: str) -> bool:
+    """Tell whether a text may stand as a request's id in a header and in the log."""
+    return REQUEST_ID.fullmatch(text) is not None
 
 
 class _AddRequestId(logging.Filter):

@@ -43,7 +43,10 @@ class Metrics:
             "prefix_cache_hits", "Prompt tokens that were found there, and not computed."
         )
         self._prefix_evictions = self._counter(
-            "prefix_cache_evictions", "Cached pages that made room for others."
+            "prefix_cache_evictions", "Cached full-attention pages that made room for others."
+        )
+        self._point_evictions = self._counter(
+            "resume_point_evictions", "Resume points whose sliding pages made room for others."
         )
         self._preemptions = self._counter(
             "num_preemptions", "Sequences that lost their pages and were computed anew."
@@ -80,12 +83,26 @@ class Metrics:
         self._waiting = self._gauge(
             "num_requests_waiting", "Sequences that wait for a slot or for pages."
         )
-        self._pages_free = self._gauge("kv_pages_free", "KV pages nobody holds.")
-        self._pages_used = self._gauge("kv_pages_used", "KV pages that sequences hold.")
-        self._pages_cached = self._gauge(
-            "kv_pages_cached", "KV pages of cached prefixes that nobody uses: evicted when needed."
+        self._pages = [
+            (
+                self._gauge(f"{kind}_free", f"{text} that nobody holds."),
+                self._gauge(f"{kind}_used", f"{text} that sequences hold."),
+                self._gauge(
+                    f"{kind}_cached",
+                    f"{text} of cached prefixes that nobody uses: evicted when needed.",
+                ),
+            )
+            for kind, text in (
+                ("kv_pages", "Full-attention KV pages"),
+                ("kv_sliding_pages", "Sliding layers' KV pages"),
+            )
+        ]
+        self._resume_points = self._gauge(
+            "resume_points", "Positions of cached prefixes that sliding layers can go on from."
         )
-        self._kv_usage = self._gauge("kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.")
+        self._kv_usage = self._gauge(
+            "kv_cache_usage_perc", "Share of the KV pages in use, of the kind in shorter supply."
+        )
 
     def observe_http(self, endpoint: str, status: int) -> None:
         """Count an answered HTTP request."""
@@ -138,9 +155,10 @@ class Metrics:
         self._prefix_queries.inc(num_prompt_tokens)
         self._prefix_hits.inc(num_cached_tokens)
 
-    def observe_evicted(self, count: int) -> None:
-        """Count cached pages that made room for others."""
-        self._prefix_evictions.inc(count)
+    def observe_evicted(self, *, num_pages: int, num_points: int) -> None:
+        """Count cached full-attention pages and resume points that made room for others."""
+        self._prefix_evictions.inc(num_pages)
+        self._point_evictions.inc(num_points)
 
     def observe_preempted(self, count: int) -> None:
         """Count sequences that lost their pages."""
@@ -150,23 +168,23 @@ class Metrics:
         """Note one pass of the device thread, waits left out."""
         self._host.observe(duration_s)
 
-    def set_load(
-        self,
-        *,
-        num_running: int,
-        num_waiting: int,
-        num_pages_free: int,
-        num_pages_used: int,
-        num_pages_cached: int,
-    ) -> None:
-        """Set the gauges of the engine's load; cached pages count as not in use."""
+    def set_load(self, *, num_running: int, num_waiting: int) -> None:
+        """Set the gauges of the sequences that are live."""
         self._running.set(num_running)
         self._waiting.set(num_waiting)
-        self._pages_free.set(num_pages_free)
-        self._pages_used.set(num_pages_used)
-        self._pages_cached.set(num_pages_cached)
-        num_pages = num_pages_free + num_pages_used + num_pages_cached
-        self._kv_usage.set(num_pages_used / max(num_pages, 1))
+
+    def set_pages(self, full: tuple[int, int, int], sliding: tuple[int, int, int]) -> None:
+        """Set the gauges of both kinds' free, used and cached pages; the last are not in use."""
+        usages = []
+        for gauges, counts in zip(self._pages, (full, sliding), strict=True):
+            for gauge, count in zip(gauges, counts, strict=True):
+                gauge.set(count)
+            usages.append(counts[1] / max(sum(counts), 1))
+        self._kv_usage.set(max(usages))
+
+    def set_resume_points(self, count: int) -> None:
+        """Set how many resume points there are."""
+        self._resume_points.set(count)
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text format."""

@@ -94,7 +94,8 @@ class GenerationRequest:
 
     `request_id` is unique among live sequences; `prompt_ids` is not empty. Of those that wait the
     one with the least `priority` comes first, then the earliest. Only requests of one `cache_salt`
-    share cached prefixes; what one with a `session` leaves in the cache is kept longer.
+    share cached prefixes; what one with a `session` leaves in the cache is kept longer. At
+    `resume_points`, positions of its prompt, later requests are likely to part from it.
     """
 
     request_id: str
@@ -103,6 +104,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str | None = None
     session: str | None = None
+    resume_points: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@
     stall    largest gap between tokens of 7 running streams while a long prompt is prefilled
     agents   loops of 20 turns whose history grows from 500 to 8,000 tokens, with the prefix tree
              and without
+    tree     match, lock and insert of a prompt of 8,000 tokens in a tree of 100,000 nodes, no model
 
 Prompts are random ids, new in every round; answers are greedy, and end ids are ignored.
 """
@@ -42,10 +43,13 @@ from safetensors.numpy import save_file
 from tokenizers.decoders import ByteFallback, Fuse, Replace
 
 from jaxserve.app import make_scheduler
+from jaxserve.cache.pages import PagePool
+from jaxserve.cache.radix import RadixTree
 from jaxserve.cli import cache_dir
 from jaxserve.config import ServeConfig
 from jaxserve.device.compiler import use_compile_cache
 from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.engine.client import EngineClient, EngineStatus
 from jaxserve.engine.core import EngineCore, HostTimes
 from jaxserve.engine.inbox import Inbox
@@ -54,6 +58,7 @@ from jaxserve.hub.resolve import resolve_model
 from jaxserve.metrics import Metrics
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import param_specs
+from jaxserve.models.windows import Windows
 from jaxserve.types import (
     GenerationRequest,
     RequestFailed,
@@ -71,6 +76,9 @@ AGENT_SYSTEM_TOKENS = 500
 AGENT_ANSWER_TOKENS = 16
 AGENT_RESULT_TOKENS = 378  # so that the last turn's prompt has 8,000 tokens or a few less
 AGENT_KV_BYTES = 2 << 30
+TREE_NODES = 100_000
+TREE_PROMPT_TOKENS = 8_000
+TREE_SAMPLES = 20
 TINY_SIZES = (8, 16, 512)  # streams, prompt and output tokens
 TINY_CONFIG = """{
 "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96,
@@ -185,7 +193,11 @@ def running_engine(
 ) -> Iterator[tuple[Generate, EngineCore]]:
     """Run the engine on a thread, with the server's own defaults."""
     options = LoadOptions(
-        dtype=dtype, max_model_len=None, max_batch=max_batch, kv_cache_bytes=kv_cache_bytes
+        dtype=dtype,
+        max_model_len=None,
+        max_batch=max_batch,
+        kv_cache_bytes=kv_cache_bytes,
+        tokens_per_resume_point=ServeConfig().tokens_per_resume_point,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)
     scheduler = make_scheduler(
@@ -482,8 +494,61 @@ class AgentLoop:
             self._history += tuple(trace.token_ids)
 
 
+async def tree(folder: Path, settings: Settings) -> list[Figure]:
+    """Time the prefix tree alone, for a prompt that is there and for one that is not."""
+    windows = Windows(page_size=PAGE_SIZE, window=512)
+    # The tree grows by a new prompt a sample; no page is evicted.
+    num_pages = TREE_NODES + (TREE_SAMPLES + 2) * windows.pages_for(TREE_PROMPT_TOKENS)
+    pool, sliding_pool = PagePool(1 + num_pages), PagePool(1 + num_pages)
+    cache = RadixTree(pool, sliding_pool, windows)
+    rng = np.random.default_rng(0)
+
+    def prompts() -> Iterator[Ids]:
+        """Prompts of 8,000 tokens, each with half of another one's as its beginning."""
+        half, ids = TREE_PROMPT_TOKENS // 2, rng.integers(0, 262144, TREE_PROMPT_TOKENS)
+        while True:
+            yield tuple(ids.tolist())
+            ids = np.concatenate([ids[:half], rng.integers(0, 262144, half)])
+            if rng.random() < 0.1:
+                ids = rng.integers(0, 262144, TREE_PROMPT_TOKENS)
+
+    def pass_through(ids: Ids) -> float:
+        """Match, lock and insert all of a prompt; return the seconds, its pages' time left out."""
+        pages = pool.allocate(windows.pages_for(len(ids))) or []
+        started_s = time.perf_counter()
+        match = cache.match(None, ids)
+        cache.lock(match.root)
+        for node in match.nodes:
+            cache.lock(node)
+        cache.sliding.resume_position(match.nodes, 0)
+        path, tip = match.nodes, match.nodes[-1] if match.nodes else match.root
+        num_matched = len(path)
+        for index in range(num_matched, len(ids) // PAGE_SIZE):
+            tokens = ids[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+            tip = cache.insert(tip, tokens, pages[index], -1, 0)
+            path.append(tip)
+        took_s = time.perf_counter() - started_s
+        pool.release(pages[:num_matched])
+        cache.unlock_path(match.root, path, 0.0)
+        return took_s
+
+    source = prompts()
+    while cache.num_nodes < TREE_NODES:
+        known = next(source)
+        pass_through(known)
+    hits_ms, misses_ms = [], []
+    for _ in range(TREE_SAMPLES):
+        hits_ms.append(pass_through(known) * 1e3)
+        new = tuple(rng.integers(0, 262144, TREE_PROMPT_TOKENS).tolist())
+        misses_ms.append(pass_through(new) * 1e3)
+    return [
+        Figure(f"a known prompt, {cache.num_nodes} nodes", "ms", hits_ms, at_most=1.0),
+        Figure(f"a new prompt, {cache.num_nodes} nodes", "ms", misses_ms, at_most=1.0),
+    ]
+
+
 MEASUREMENTS = {
-    measure.__name__: measure for measure in (engine, server, host, http, stall, agents)
+    measure.__name__: measure for measure in (engine, server, host, http, stall, agents, tree)
 }
 
 
@@ -524,7 +589,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(report["hardware"])
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, tiny_model() as tiny:
         for name in names:
-            is_tiny = name in ("host", "http")
+            is_tiny = name in ("host", "http", "tree")
             folder = tiny if is_tiny else resolve_model(settings.model, cache_dir=cache_dir())
             figures = runner.run(MEASUREMENTS[name](folder, settings))
             report[name] = [asdict(figure) for figure in figures]

@@ -21,11 +21,12 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.device.buckets import DecodeBucket
-from jaxserve.device.plan import PAGE_SIZE, kv_bytes_per_page, make_plan
+from jaxserve.device.memory import PageMix
+from jaxserve.device.plan import PAGE_SIZE, extend_buckets, kv_bytes_per_page, make_plan
 from jaxserve.device.runner import StepProgram, lowerings, step_programs
 from jaxserve.device.state import make_state
 from jaxserve.errors import InvariantError
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import AttentionKind, ModelConfig
 from jaxserve.models.fields import Fields
 from jaxserve.models.gemma4 import read_config
 from jaxserve.models.params import Params
@@ -35,6 +36,7 @@ DTYPE = "bfloat16"
 MAX_COMPILES = 2
 CLOCK_HZ = 1.75e9
 HBM_BYTES_PER_S = 1.417e12  # streamed on a real v6e
+TOKENS_PER_RESUME_POINT = 8192
 RESIDENT_BYTES = 28e9  # weights and KV: a pool smaller than VMEM would be copied there and back
 DECODE_LIMIT_MS = {8: 5.0, 32: 7.5}  # by rows, for E2B at a context of 8,192
 
@@ -249,10 +251,18 @@ class Report:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip),
             abstract_params(config, DTYPE),
         )
-        kv_bytes = RESIDENT_BYTES - tree_bytes(self._params)
+        mix = PageMix.of_model(
+            config,
+            DTYPE,
+            max_batch=max_batch,
+            chunk_tokens=extend_buckets(context, is_accelerator=True)[-1].tokens,
+            tokens_per_point=TOKENS_PER_RESUME_POINT,
+        )
+        num_pages = mix.num_pages(int(RESIDENT_BYTES) - tree_bytes(self._params))
         self._plan = make_plan(
             dtype=DTYPE,
-            num_pages=int(kv_bytes // kv_bytes_per_page(config, DTYPE)),
+            num_pages=num_pages,
+            num_sliding_pages=mix.num_sliding_pages(num_pages),
             max_batch=max_batch,
             max_model_len=context,
             is_accelerator=True,
@@ -274,10 +284,14 @@ class Report:
         if memory is None or text is None:
             raise InvariantError("this compiler tells nothing of its programs")
         hlo = Hlo(text)
-        config, num_pages = self._config, self._plan.num_pages
+        config = self._config
+        count: dict[AttentionKind, int] = {
+            "full": self._plan.num_pages,
+            "sliding": self._plan.num_sliding_pages,
+        }
         owners = [config.layers[i] for i in config.kv_owners]
-        pools = {num_pages * PAGE_SIZE * owner.num_kv_heads * owner.head_dim for owner in owners}
-        kv_bytes = num_pages * kv_bytes_per_page(config, DTYPE)
+        pools = {count[o.kind] * PAGE_SIZE * o.num_kv_heads * o.head_dim for o in owners}
+        kv_bytes = sum(n * kv_bytes_per_page(config, DTYPE, kind) for kind, n in count.items())
         sizes = (
             tree_bytes(self._params),
             kv_bytes,

@@ -275,6 +275,8 @@ class FakeEngine:
         live: ids of sequences that have neither ended nor been aborted.
         aborted: ids of sequences aborted while they lived; `abort_reasons` says why.
         refusals: raised by the next submissions, one each; None lets one pass.
+        cached: what `explain` answers.
+        cache_calls: what else was asked of the cache; it has 7 pages each time.
     """
 
     def __init__(self, *scripts: Script, status: EngineStatus = READY) -> None:
@@ -285,7 +287,21 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.abort_reasons: list[EndedBy] = []
         self.refusals: deque[Exception | None] = deque()
+        self.cached: tuple[int, tuple[int, ...]] = (0, ())
+        self.cache_calls: list[object] = []
         self._news = asyncio.Event()
+
+    async def flush_cache(self) -> int:
+        self.cache_calls.append("flush")
+        return 7
+
+    async def release_session(self, session: str) -> int:
+        self.cache_calls.append(("release", session))
+        return 7
+
+    async def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        self.cache_calls.append(("explain", salt, ids))
+        return self.cached
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
         if self.refusals and (refusal := self.refusals.popleft()) is not None:

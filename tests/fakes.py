@@ -9,6 +9,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.inbox import Abort, Inbox, Submit
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.metrics import Metrics
+from jaxserve.models.config import AttentionKind
 from jaxserve.types import (
     GenerationRequest,
     OutputEvent,
@@ -75,7 +76,10 @@ class FakeSlot:
     """What the device keeps of a slot."""
 
     sampling: SamplingParams
-    pages: dict[int, int] = field(default_factory=dict)  # page-table entry -> page
+    # Page-table entry -> page, by kind.
+    tables: dict[AttentionKind, dict[int, int]] = field(
+        default_factory=lambda: {"full": {}, "sliding": {}}
+    )
     last_id: int | None = None
 
 
@@ -104,11 +108,14 @@ class FakePendingTokens:
 
 
 class FakeRunner:
-    """A device whose KV store maps (page, offset) to a token id; its model is `fake_next_token`.
+    """A device whose KV stores map (page, offset) to a token id; its model is `fake_next_token`.
 
-    What a row samples is worked out from all ids that it finds through its page table at positions
-    [0, p], so a wrong page, position, slot, order or a page somebody else overwrote shows as a
-    wrong id. Breaches of the runner's contract are AssertionErrors. Work is done when it is called,
+    What a row samples is worked out from all ids that it finds through its page tables at positions
+    [0, p], those of the window in the sliding store, so a wrong page, position, slot, order or a
+    page somebody else overwrote shows as a wrong id. Whatever is computed must find the window
+    before it in the sliding store, as it is in the full one. What full-attention layers are said to
+    have is not written, and must be there. Breaches of the runner's contract are AssertionErrors.
+    Work is done when it is called,
     in call order, as a device would; `unread` holds the answers that the host has not read. Time: a
     call begins when the one before it is done and takes `extend_s_per_token` times its bucket's
     tokens, or `decode_s`.
@@ -118,6 +125,8 @@ class FakeRunner:
         self,
         *,
         num_pages: int = 65,
+        num_sliding_pages: int | None = None,
+        window: int = 8,
         page_size: int = 4,
         num_slots: int = 4,
         max_model_len: int = 64,
@@ -127,6 +136,8 @@ class FakeRunner:
         extend_s_per_token: float = 0.001,
     ) -> None:
         self.num_pages = num_pages
+        self.num_sliding_pages = num_sliding_pages or num_pages
+        self.window = window
         self.page_size = page_size
         self.num_slots = num_slots
         self.max_model_len = max_model_len
@@ -141,7 +152,8 @@ class FakeRunner:
         self.decoded_slots: list[list[int]] = []
         self.extended: list[list[ExtendChunk]] = []
         self._slots: dict[int, FakeSlot] = {}
-        self._store: dict[tuple[int, int], int] = {}
+        # (page, offset) -> token id.
+        self._stores: dict[AttentionKind, dict[tuple[int, int], int]] = {"full": {}, "sliding": {}}
         self._free_from_s = 0.0
 
     def count_call(self, name: str) -> None:
@@ -161,22 +173,27 @@ class FakeRunner:
         assert prompt_ids
         self._slots[slot] = FakeSlot(sampling)
 
-    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
+    def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
         self.count_call("set_pages")
-        assert all(1 <= page < self.num_pages for page in pages)
+        end = self.num_pages if kind == "full" else self.num_sliding_pages
+        assert all(1 <= page < end for page in pages)
         assert (start + len(pages) - 1) * self.page_size < self.max_model_len
-        self._slots[slot].pages.update(enumerate(pages, start))
+        self._slots[slot].tables[kind].update(enumerate(pages, start))
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_pages(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
         self.count_call("copy_pages")
-        assert 0 < len(pairs) <= self.num_slots
-        copies = {
-            (target, offset): self._store[source, offset]
-            for source, target in pairs
-            for offset in range(self.page_size)
-            if (source, offset) in self._store
-        }
-        self._store.update(copies)
+        assert 0 < len(copies) <= self.num_slots
+        for store, pairs in (
+            (self._stores["full"], [(source, target) for source, target, _, _ in copies]),
+            (self._stores["sliding"], [(source, target) for _, _, source, target in copies]),
+        ):
+            copied = {
+                (target, offset): store[source, offset]
+                for source, target in pairs
+                for offset in range(self.page_size)
+                if (source, offset) in store
+            }
+            store.update(copied)
 
     def extend(self, chunks: Sequence[ExtendChunk]) -> FakePendingTokens:
         self.count_call("extend")
@@ -187,7 +204,9 @@ class FakeRunner:
         bucket = next((bucket for bucket in self.extend_buckets if bucket.fits(lengths)), None)
         assert bucket is not None, f"chunks of {lengths} tokens fit no bucket"
         for chunk in chunks:
-            self._write(chunk.slot, chunk.start, chunk.token_ids)
+            self._write(chunk.slot, chunk.start, chunk.token_ids, chunk.full_start)
+        for chunk in chunks:
+            self._check_window(chunk.slot, chunk.start)
         sampled = [
             self._sample(chunk.slot, chunk.start + len(chunk.token_ids))
             for chunk in chunks
@@ -207,22 +226,39 @@ class FakeRunner:
             last_id = self._slots[slot].last_id
             assert last_id is not None, f"slot {slot} decodes before its prompt is computed"
             self._write(slot, position, [last_id])
+        for slot, position in zip(slots, positions, strict=True):
+            self._check_window(slot, position)
         sampled = [
             self._sample(slot, position + 1)
             for slot, position in zip(slots, positions, strict=True)
         ]
         return self._pending(sampled, self.decode_s)
 
-    def _cell(self, slot: int, position: int) -> tuple[int, int]:
+    def _cell(self, slot: int, position: int, kind: AttentionKind) -> tuple[int, int]:
         assert 0 <= position < self.max_model_len
-        return self._slots[slot].pages[position // self.page_size], position % self.page_size
+        table = self._slots[slot].tables[kind]
+        return table[position // self.page_size], position % self.page_size
 
-    def _write(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
+    def _write(self, slot: int, start: int, token_ids: Sequence[int], full_start: int = 0) -> None:
+        full, sliding = self._stores["full"], self._stores["sliding"]
         for position, token_id in enumerate(token_ids, start):
-            self._store[self._cell(slot, position)] = token_id
+            sliding[self._cell(slot, position, "sliding")] = token_id
+            if position >= full_start:
+                full[self._cell(slot, position, "full")] = token_id
+            else:
+                assert full[self._cell(slot, position, "full")] == token_id
+
+    def _read(self, slot: int, start: int, end: int, kind: AttentionKind) -> list[int]:
+        store = self._stores[kind]
+        return [store[self._cell(slot, position, kind)] for position in range(start, end)]
+
+    def _check_window(self, slot: int, start: int) -> None:
+        window = (slot, max(start - self.window + 1, 0), start + 1)
+        assert self._read(*window, "full") == self._read(*window, "sliding")
 
     def _sample(self, slot: int, end: int) -> int:
-        token_ids = [self._store[self._cell(slot, position)] for position in range(end)]
+        first = max(end - self.window, 0)
+        token_ids = self._read(slot, 0, first, "full") + self._read(slot, first, end, "sliding")
         token_id = fake_next_token(token_ids, self._slots[slot].sampling.seed)
         self._slots[slot].last_id = token_id
         return token_id
@@ -286,6 +322,8 @@ class SteppedEngine:
         num_prompt_logprobs: int | None = None,
         priority: int = 0,
         session: str | None = None,
+        cache_salt: str | None = None,
+        resume_points: Iterable[int] = (),
     ) -> GenerationRequest:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -300,6 +338,8 @@ class SteppedEngine:
             sampling=sampling,
             priority=priority,
             session=session,
+            cache_salt=cache_salt,
+            resume_points=tuple(resume_points),
         )
         self.inbox.put(Submit(request=request, arrival_s=self.runner.clock()))
         return request

@@ -171,9 +171,11 @@ def test_the_floor_of_a_decode_is_its_weights_and_all_layers_reads() -> None:
     assert floor == weights + 8 * (28 * 512 * 1024 + 7 * 8192 * 2048)
 
 
-@pytest.mark.parametrize(("name", "kib_per_token"), [("e2b", 18), ("e4b", 56)])
-def test_sizes_store_the_known_bytes_per_token(name: str, kib_per_token: int) -> None:
-    assert model_config(name).kv_values_per_token * 2 == kib_per_token * 1024
+@pytest.mark.parametrize(("name", "full_kib", "sliding_kib"), [("e2b", 6, 12), ("e4b", 16, 40)])
+def test_sizes_store_the_known_bytes_per_token(name: str, full_kib: int, sliding_kib: int) -> None:
+    config = model_config(name)
+    assert config.kv_values_per_token("full") * 2 == full_kib * 1024
+    assert config.kv_values_per_token("sliding") * 2 == sliding_kib * 1024
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra `tpu`")

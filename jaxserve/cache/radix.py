@@ -1,4 +1,4 @@
-"""The tree of cached prefixes: which token ids have keys and values in which page.
+"""The tree of cached prefixes: which token ids have keys and values in which pages.
 
 A node is one page: an edge of `page_size` token ids, fewer only at a leaf, where a sequence ended.
 So a path from a root spells the beginning of a sequence, and sequences share the nodes of what they
@@ -8,84 +8,24 @@ page is to be copied. Keys are token ids, compared one by one, below a root for 
 A node that a running request uses is locked; a request locks all of its path, so that everything
 below an unlocked node is unlocked as well and can be evicted, leaves first, the least recently used
 before others. It owns the pages of its nodes and knows nothing of arrays or requests. Device thread
-only. Every page of the pool is free, or owned by a node, or by whoever allocated it:
+only. Every full-attention page of the pool is free, or owned by a node, or by whoever allocated it:
 
     free + evictable + locked + held outside of the tree = pool
+
+Sliding layers' pages come and go on their own (cache/sliding.py).
 """
 
-import heapq
 import itertools
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from jaxserve.cache.eviction import EvictionQueue
+from jaxserve.cache.node import Node, Root, Salt, Tokens
 from jaxserve.cache.pages import PagePool
+from jaxserve.cache.sliding import SlidingPages
 from jaxserve.errors import InvariantError
-
-Tokens = tuple[int, ...]
-Salt = str | None
-"""What else two requests must agree on to share; None is a salt like any other."""
-
-
-class Node:
-    """One page of the tree.
-
-    Attributes:
-        tokens: ids of the page's positions, in order; a root has none.
-        page: where their keys and values are; of a root: -1.
-        num_locks: requests that use it.
-        ready_step: the step that computes it; it may be copied in later ones.
-        kept_until_s: it is evicted before that only where nothing else can be.
-    """
-
-    __slots__ = (
-        "children",
-        "kept_until_s",
-        "num_locks",
-        "order",
-        "page",
-        "parent",
-        "ready_step",
-        "tokens",
-        "used_at",
-    )
-
-    def __init__(self, parent: "Node | None", tokens: Tokens, page: int, ready_step: int) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.page = page
-        self.ready_step = ready_step
-        self.children: dict[Tokens, Node] = {}
-        # The children's tokens, sorted: the one that shares most with given ids is next to them.
-        self.order: list[Tokens] = []
-        self.num_locks = 0
-        self.used_at = 0
-        self.kept_until_s = 0.0
-
-    @property
-    def is_root(self) -> bool:
-        """Whether it is no page but the beginning of all sequences of a salt."""
-        return self.parent is None
-
-    def closest_child(self, ids: Tokens) -> tuple["Node | None", int]:
-        """Return the child that shares the longest beginning with the ids, and its length."""
-        at = bisect_left(self.order, ids)
-        best, best_length = None, 0
-        for tokens in self.order[max(at - 1, 0) : at + 1]:
-            length = common_length(tokens, ids)
-            if length > best_length:
-                best, best_length = self.children[tokens], length
-        return best, best_length
-
-
-class Root(Node):
-    """The beginning of all sequences of a salt."""
-
-    __slots__ = ("salt",)
-
-    def __init__(self, salt: Salt) -> None:
-        super().__init__(None, (), -1, 0)
-        self.salt = salt
+from jaxserve.models.windows import Windows
 
 
 class Match(NamedTuple):
@@ -104,16 +44,18 @@ class Match(NamedTuple):
 
 
 class RadixTree:
-    """All cached prefixes, over a pool of pages."""
+    """All cached prefixes, over a pool of pages for each kind of attention."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, sliding_pool: PagePool, windows: Windows) -> None:
         self._pool = pool
-        self._page_size = page_size
+        self._sliding_pool = sliding_pool
+        self._page_size = windows.page_size
         self._roots: dict[Salt, Root] = {}  # those that are locked or have children
         self._clock = itertools.count(1)
-        # Leaves that may be evicted, by last use; entries whose node was used since are stale.
-        self._leaves: list[tuple[int, Node]] = []
-        self._kept_leaves: list[tuple[float, int, Node]] = []
+        self._leaves: EvictionQueue[Node] = EvictionQueue(
+            lambda node: not node.num_locks and not node.children
+        )
+        self.sliding = SlidingPages(sliding_pool, windows)
         self.num_nodes = 0
         self.num_evictable = 0
         self.num_evicted = 0
@@ -134,12 +76,31 @@ class RadixTree:
         tail, num_tail = node.closest_child(ids[start : start + size])
         return Match(root, nodes, tail, num_tail)
 
-    def lock(self, node: Node) -> None:
-        """Keep a node, whose parent must be locked, from being evicted."""
+    def continuations(self, salt: Salt, ids: Tokens) -> tuple[int, tuple[int, ...]]:
+        """Return how many ids are cached from the first on, and which ids are cached after those.
+
+        The latter ascend; there are none where a cached sequence ends.
+        """
+        match = self.match(salt, ids)
+        start = len(match.nodes) * self._page_size
+        shared = ids[start : start + match.num_tail]
+        parent = match.nodes[-1] if match.nodes else match.root
+        following: dict[int, None] = {}
+        for tokens in parent.order[bisect_left(parent.order, shared) :]:
+            if tokens[: len(shared)] != shared:
+                break
+            if len(tokens) > len(shared):
+                following[tokens[len(shared)]] = None
+        return start + match.num_tail, tuple(following)
+
+    def lock(self, node: Node, session: str | None = None) -> None:
+        """Keep a node, whose parent must be locked, from being evicted, for a session's request."""
         if isinstance(node, Root):
             self._roots[node.salt] = node
         elif node.num_locks == 0:
             self.num_evictable -= 1
+        if node.session != session:
+            node.session = None
         node.num_locks += 1
 
     def unlock(self, node: Node, *, kept_until_s: float = 0.0) -> None:
@@ -156,105 +117,137 @@ class RadixTree:
         self.num_evictable += 1
         node.used_at = next(self._clock)
         if not node.children:
-            heapq.heappush(self._leaves, (node.used_at, node))
-            if len(self._leaves) > 2 * self.num_evictable + 64:
-                self._leaves = [each for each in self._leaves if self._is_offered(each[1], each[0])]
-                heapq.heapify(self._leaves)
+            self._leaves.offer(node, self.num_evictable)
 
-    def insert(self, parent: Node, tokens: Tokens, page: int, ready_step: int) -> Node:
+    def unlock_path(self, root: Root, path: Sequence[Node], kept_until_s: float) -> None:
+        """Undo a lock of each node from a root on.
+
+        Points before a branch serve all its branches, and count as used with each of them.
+        """
+        is_shared = False
+        for node in reversed(path):
+            is_shared = is_shared or len(node.children) > 1
+            if is_shared and node.point is not None:
+                self.sliding.use_point(node.point)
+            self.unlock(node, kept_until_s=kept_until_s)
+        self.unlock(root)
+
+    def insert(
+        self,
+        parent: Node,
+        tokens: Tokens,
+        page: int,
+        sliding_page: int,
+        ready_step: int,
+        session: str | None = None,
+    ) -> Node:
         """Return the node of these ids below a locked one, and lock it.
 
         Where it is new, the page is the tree's from now on; else it stays the caller's, and the
-        node's own page is another.
+        node's own page is another. The sliding page, unless it is -1, becomes the node's if that
+        has none, held by the caller; else it stays the caller's as well.
         """
-        if tokens in parent.children:
-            self.lock(parent.children[tokens])
-            return parent.children[tokens]
+        known = parent.children.get(tokens)
+        if known is not None:
+            self.lock(known, session)
+            if sliding_page >= 0 > known.sliding_page:
+                self.adopt(known, sliding_page, ready_step)
+            return known
         if parent.num_locks < 1 or not 0 < len(tokens) <= self._page_size:
             raise InvariantError(f"{len(tokens)} ids cannot be inserted here")
         if not parent.is_root and len(parent.tokens) < self._page_size:
             raise InvariantError("a page that is not full has a page after it")
-        at = bisect_left(parent.order, tokens)
-        before = parent.children[parent.order[at - 1]] if at else None
-        node = Node(parent, tokens, page, ready_step)
+        node = Node(parent, tokens, page, ready_step, session)
         node.num_locks = 1
+        at = bisect_left(parent.order, tokens)
+        parent.order.insert(at, tokens)
         parent.children[tokens] = node
-        insort(parent.order, tokens)
         self.num_nodes += 1
-        if (
-            before is not None
-            and not (before.num_locks or before.children)
-            and tokens[: len(before.tokens)] == before.tokens
-        ):
-            # A sequence went on from where another ended: its page holds all of the other's.
-            self._remove(before)
+        if sliding_page >= 0:
+            self.sliding.adopt(node, sliding_page)
+        if at:
+            self._remove_if_outgrown(parent.children[parent.order[at - 1]], node)
         return node
+
+    def adopt(self, node: Node, sliding_page: int, ready_step: int) -> None:
+        """Give a node a sliding page again, which a step computes; the caller holds it."""
+        self.sliding.adopt(node, sliding_page)
+        node.ready_step = ready_step
 
     def allocate(self, count: int, now_s: float) -> list[int] | None:
         """Take free pages, evicting as many as it needs; None, and nothing done, if too few."""
         if count > self._pool.num_free + self.num_evictable:
             return None
         for _ in range(count - self._pool.num_free):
-            self._remove(self._next_victim(now_s))
+            self._evict(now_s)
             self.num_evicted += 1
         return self._pool.allocate(count)
 
     def flush(self) -> int:
-        """Evict all that is unlocked; return how many pages that were."""
-        count = self.num_evictable
-        for _ in range(count):
-            self._remove(self._next_victim(0.0))
-        return count
+        """Evict all that no request uses; return how many pages that were, of both kinds."""
+        num_free = self._pool.num_free + self._sliding_pool.num_free
+        while self.num_evictable:
+            self._evict(0.0)
+        self.sliding.flush()
+        return self._pool.num_free + self._sliding_pool.num_free - num_free
+
+    def drop_session(self, session: str) -> int:
+        """Evict what no other session has used and no request uses; O(nodes).
+
+        Returns how many pages that were, of both kinds.
+        """
+        num_free = self._pool.num_free + self._sliding_pool.num_free
+        for node in reversed([node for node in self._walk() if node.session == session]):
+            if not node.num_locks and not node.children:
+                self._remove(node)
+        return self._pool.num_free + self._sliding_pool.num_free - num_free
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless locks, counts and owners add up; O(nodes)."""
-        num_evictable, pages = 0, []
-        for node in self._walk():
-            pages.append(node.page)
-            num_evictable += node.num_locks == 0
+        nodes = list(self._walk())
+        for node in nodes:
             if node.parent is None or node.parent.num_locks < node.num_locks:
                 raise InvariantError("a node has more locks than its parent")
             if sorted(node.children) != node.order:
                 raise InvariantError("a node's children are out of order")
-        if len(set(pages)) != len(pages) or len(pages) != self.num_nodes:
-            raise InvariantError(f"{len(pages)} nodes own {len(set(pages))} pages")
+        if len({node.page for node in nodes}) != len(nodes) or len(nodes) != self.num_nodes:
+            raise InvariantError(f"{self.num_nodes} nodes are counted, or two own one page")
+        sliding = [node.sliding_page for node in nodes if node.sliding_page >= 0]
+        if len(set(sliding)) != len(sliding):
+            raise InvariantError("two nodes own one sliding page")
+        num_evictable = sum(node.num_locks == 0 for node in nodes)
         if num_evictable != self.num_evictable:
             raise InvariantError(
                 f"{num_evictable} nodes can be evicted, {self.num_evictable} are counted"
             )
+        self.sliding.check_integrity(nodes)
 
     # Inside
+
+    def _remove_if_outgrown(self, leaf: Node, node: Node) -> None:
+        """Remove an unused leaf that a node goes on from: the node's page holds all of its ids."""
+        is_unused = not (leaf.num_locks or leaf.children)
+        if is_unused and node.tokens[: len(leaf.tokens)] == leaf.tokens:
+            self.sliding.move_point(leaf, node)
+            self._remove(leaf)
 
     def _drop_if_empty(self, root: Root) -> None:
         if not root.children and not root.num_locks:
             del self._roots[root.salt]
 
-    def _next_victim(self, now_s: float) -> Node:
-        """Return the leaf to evict: the least recently used, kept ones only if all are."""
-        while self._kept_leaves and self._kept_leaves[0][0] <= now_s:
-            _, used_at, node = heapq.heappop(self._kept_leaves)
-            heapq.heappush(self._leaves, (used_at, node))
-        while self._leaves:
-            used_at, node = heapq.heappop(self._leaves)
-            if not self._is_offered(node, used_at):
-                continue
-            if node.kept_until_s <= now_s:
-                return node
-            heapq.heappush(self._kept_leaves, (node.kept_until_s, used_at, node))
-        while self._kept_leaves:
-            _, used_at, node = heapq.heappop(self._kept_leaves)
-            if self._is_offered(node, used_at):
-                return node
-        raise InvariantError("nothing can be evicted, although nodes are counted as evictable")
-
-    def _is_offered(self, node: Node, used_at: int) -> bool:
-        return node.used_at == used_at and not node.num_locks and not node.children
+    def _evict(self, now_s: float) -> None:
+        leaf = self._leaves.pop(now_s)
+        if leaf is None:
+            raise InvariantError("nothing can be evicted, although nodes are counted as evictable")
+        self._remove(leaf)
 
     def _remove(self, node: Node) -> None:
-        """Take an unlocked leaf out and free its page."""
+        """Take an unlocked leaf out and free its pages."""
         parent = node.parent
         if parent is None or node.num_locks or node.children:
             raise InvariantError("only an unlocked leaf can be removed")
+        # Points before it claim nothing here, and there is nothing behind it.
+        self.sliding.drop_point(node)
         del parent.children[node.tokens]
         del parent.order[bisect_left(parent.order, node.tokens)]
         node.used_at = -1
@@ -264,23 +257,10 @@ class RadixTree:
         if isinstance(parent, Root):
             self._drop_if_empty(parent)
         elif not parent.num_locks and not parent.children:
-            heapq.heappush(self._leaves, (parent.used_at, parent))
+            self._leaves.offer(parent, self.num_evictable)
 
     def _walk(self) -> Iterator[Node]:
         level = [child for root in self._roots.values() for child in root.children.values()]
         while level:
             yield from level
             level = [child for node in level for child in node.children.values()]
-
-
-def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many ids two sequences share at their beginnings."""
-    low, high = 0, min(len(a), len(b))
-    # Slices compare far faster than a loop over ids.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -22,6 +22,9 @@ from jaxserve.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 BANNED = -1e30
 """A logit that is never chosen beside others; finite, so that no sum of them is NaN."""
 
+BANNED_WORD = BANNED / 4
+"""The same for a bad word's end: where nothing else is allowed, it is chosen before what is not."""
+
 # Bits of a mark.
 _COUNT = (1 << 24) - 1  # times that the token was generated
 _IN_PROMPT = 1 << 24
@@ -124,7 +127,7 @@ def _ban_words(logits_BV: jax.Array, tables: Adjustments, rows: AdjustmentRows) 
     fits_BW = ((before_BWR < 0) | (before_BWR == recent_BR[:, None, :])).all(axis=-1)
     last_BW = jnp.where(fits_BW & (last_BW >= 0), last_BW, logits_BV.shape[1])
     row_BW = jnp.arange(logits_BV.shape[0])[:, None]
-    return logits_BV.at[row_BW, last_BW].set(BANNED, mode="drop")
+    return logits_BV.at[row_BW, last_BW].min(BANNED_WORD, mode="drop")
 
 
 def _penalize(logits_BV: jax.Array, mark_BV: jax.Array, rows: AdjustmentRows) -> jax.Array:

@@ -30,6 +30,8 @@ class ExtendChunk:
     Attributes:
         sample: True where these are the last known tokens: the id at position start + len is
             sampled.
+        full_start: full-attention layers have what they need of the positions before this one, in
+            pages that others may be reading: they write none of it.
         targets: the known ids that follow the first of these tokens, one each, where their
             log-probabilities are wanted; such a chunk has an extend of the smallest bucket alone.
     """
@@ -38,6 +40,7 @@ class ExtendChunk:
     token_ids: Sequence[int]
     start: int
     sample: bool
+    full_start: int = 0
     targets: Sequence[int] = ()
 
 

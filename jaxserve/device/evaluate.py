@@ -36,10 +36,13 @@ def _run_block(
 ) -> tuple[KVCache, jax.Array]:
     """Run positions [start, start + num_valid) of one sequence; returns logits [T, V] of all."""
     num_pages = cache.k[0].shape[0]
+    table_RM = jnp.arange(1, num_pages, dtype=jnp.int32)[None]
     rows = PagedRows(
         start_R=start[None],
         num_valid_R=num_valid[None],
-        table_RM=jnp.arange(1, num_pages, dtype=jnp.int32)[None],
+        table_RM=table_RM,
+        sliding_table_RM=table_RM,
+        full_start_R=jnp.zeros(1, jnp.int32),
         block=block,
     )
     stream, cache = run_writing_layers(params, config, ids_T, cache, rows, chunk_pages=chunk_pages)
@@ -59,7 +62,13 @@ class _Sequence:
         is_accelerator = jax.default_backend() != "cpu"
         dtype = stored_dtype(str(params.embed_VD.dtype), is_accelerator=is_accelerator)
         self._params, self._config = params, config
-        self._cache = make_cache(config, num_pages=pages + 1, page_size=page_size, dtype=dtype)
+        self._cache = make_cache(
+            config,
+            num_pages=pages + 1,
+            num_sliding_pages=pages + 1,
+            page_size=page_size,
+            dtype=dtype,
+        )
         self._chunk_pages = max(CHUNK_TOKENS // page_size, 1)
         self._num_tokens = 0
 

@@ -14,8 +14,8 @@ from typing import Literal
 import jax
 
 from jaxserve.device.compiler import compile_all, max_temp_bytes
-from jaxserve.device.memory import GIB, MemoryBudget
-from jaxserve.device.plan import DevicePlan, kv_bytes_per_page, make_plan, pages_for
+from jaxserve.device.memory import GIB, MemoryBudget, PageMix
+from jaxserve.device.plan import DevicePlan, extend_buckets, make_plan, pages_for
 from jaxserve.device.programs import ExtendShape
 from jaxserve.device.runner import ModelRunner, StepProgram, lowerings, step_programs
 from jaxserve.device.state import state_num_bytes
@@ -43,6 +43,7 @@ class LoadOptions:
     max_model_len: int | None
     max_batch: int
     kv_cache_bytes: int | None
+    tokens_per_resume_point: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,29 +126,33 @@ def _make_plan(
     options: LoadOptions,
     device: jax.Device,
 ) -> tuple[DevicePlan, MemoryBudget]:
-    """Size the page pool, then choose the buckets; refuse what does not fit, with the table."""
+    """Size the page pools, then choose the buckets; refuse what does not fit, with the table."""
     longest = options.max_model_len or config.max_position
     if longest > config.max_position:
         raise ConfigError(
             f"--max-model-len {longest} exceeds the model's {config.max_position} positions"
         )
 
-    def plan_for(num_pages: int, max_model_len: int) -> DevicePlan:
+    is_accelerator = device.platform != "cpu"
+
+    def plan_for(num_pages: int, num_sliding_pages: int, max_model_len: int) -> DevicePlan:
         return make_plan(
             dtype=dtype,
             num_pages=num_pages,
+            num_sliding_pages=num_sliding_pages,
             max_batch=options.max_batch,
             max_model_len=max_model_len,
-            is_accelerator=device.platform != "cpu",
+            is_accelerator=is_accelerator,
         )
 
     state_bytes = state_num_bytes(options.max_batch, config.vocab_size)
-    if device.platform == "cpu":
+    if not is_accelerator:
         limit_bytes, temp_bytes = _host_memory_bytes(), 0
         kv_bytes = options.kv_cache_bytes or CPU_KV_CACHE_BYTES
     else:
         # What a program needs beside its arguments does not depend on the pool's size.
-        probe = plan_for(pages_for(longest) + 1, longest)
+        num_pages = pages_for(longest) + 1
+        probe = plan_for(num_pages, num_pages, longest)
         limit_bytes = int(device.memory_stats()["bytes_limit"] * DEVICE_FRACTION)
         temp_bytes = _probe_temp_bytes(probe, config, params)
         free_bytes = limit_bytes - weight_bytes - state_bytes - temp_bytes
@@ -158,7 +163,13 @@ def _make_plan(
         state_bytes=state_bytes,
         temp_bytes=temp_bytes,
         kv_bytes=kv_bytes,
-        bytes_per_page=kv_bytes_per_page(config, dtype),
+        mix=PageMix.of_model(
+            config,
+            dtype,
+            max_batch=options.max_batch,
+            chunk_tokens=extend_buckets(longest, is_accelerator=is_accelerator)[-1].tokens,
+            tokens_per_point=options.tokens_per_resume_point,
+        ),
     )
     if options.max_model_len is None and budget.num_tokens < longest:
         longest = max(budget.num_tokens, 2)
@@ -169,7 +180,7 @@ def _make_plan(
             config.max_position,
         )
     budget.check(longest)
-    return plan_for(budget.num_pages, longest), budget
+    return plan_for(budget.num_pages, budget.num_sliding_pages, longest), budget
 
 
 def _host_memory_bytes() -> int | None:

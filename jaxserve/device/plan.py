@@ -8,7 +8,7 @@ in one piece, so there is a bucket for them (docs/decisions/0010).
 from dataclasses import dataclass
 
 from jaxserve.device.buckets import ExtendBucket
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import AttentionKind, ModelConfig
 
 PAGE_SIZE = 32
 """Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
@@ -28,11 +28,12 @@ class DevicePlan:
     Attributes:
         dtype: of matrices and their operands, "bfloat16" or "float32"; the cached values' too.
         is_accelerator: whether the device is anything but a CPU.
-        num_pages: the scratch page 0 included.
+        num_pages: full-attention pages, the scratch page 0 included.
+        num_sliding_pages: the same of sliding layers.
         num_slots: most rows of a decode.
         row_buckets: rows that decode is compiled for, ascending; the last is num_slots.
-        table_sizes: page-table entries that programs are compiled for, ascending; the last holds
-            max_model_len.
+        table_sizes: entries of a page table that programs are compiled for, ascending; the last
+            holds max_model_len.
         chunk_pages: pages that attention reads at a time.
     """
 
@@ -40,6 +41,7 @@ class DevicePlan:
     is_accelerator: bool
     page_size: int
     num_pages: int
+    num_sliding_pages: int
     num_slots: int
     max_model_len: int
     row_buckets: tuple[int, ...]
@@ -53,15 +55,21 @@ def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
 
 
-def kv_bytes_per_page(config: ModelConfig, dtype: str) -> int:
-    """Return the bytes of one page over all layers."""
-    return PAGE_SIZE * config.kv_values_per_token * (2 if dtype == "bfloat16" else 4)
+def kv_bytes_per_page(config: ModelConfig, dtype: str, kind: AttentionKind) -> int:
+    """Return the bytes of one page over all layers of a kind."""
+    return PAGE_SIZE * config.kv_values_per_token(kind) * (2 if dtype == "bfloat16" else 4)
 
 
 def make_plan(
-    *, dtype: str, num_pages: int, max_batch: int, max_model_len: int, is_accelerator: bool
+    *,
+    dtype: str,
+    num_pages: int,
+    num_sliding_pages: int,
+    max_batch: int,
+    max_model_len: int,
+    is_accelerator: bool,
 ) -> DevicePlan:
-    """Choose the buckets for a pool and its limits."""
+    """Choose the buckets for two pools and their limits."""
     contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
     chunk_tokens = ACCELERATOR_CHUNK_TOKENS if is_accelerator else CPU_CHUNK_TOKENS
     powers = ACCELERATOR_ROWS if is_accelerator else [2**i for i in range(max_batch.bit_length())]
@@ -70,16 +78,17 @@ def make_plan(
         is_accelerator=is_accelerator,
         page_size=PAGE_SIZE,
         num_pages=num_pages,
+        num_sliding_pages=num_sliding_pages,
         num_slots=max_batch,
         max_model_len=max_model_len,
         row_buckets=(*(rows for rows in powers if rows < max_batch), max_batch),
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
-        extend_buckets=_extend_buckets(max_model_len, is_accelerator),
+        extend_buckets=extend_buckets(max_model_len, is_accelerator=is_accelerator),
         chunk_pages=chunk_tokens // PAGE_SIZE,
     )
 
 
-def _extend_buckets(max_model_len: int, is_accelerator: bool) -> tuple[ExtendBucket, ...]:
+def extend_buckets(max_model_len: int, *, is_accelerator: bool) -> tuple[ExtendBucket, ...]:
     """Return chunk sizes up to the first that holds a whole prompt."""
     sizes = [(64, 16), (256, 32), (2048, 128)]
     if not is_accelerator:

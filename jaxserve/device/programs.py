@@ -15,7 +15,14 @@ from jaxserve.device import logprobs
 from jaxserve.device.adjustments import Adjustments, adjust, count_tokens
 from jaxserve.device.buckets import ExtendBucket
 from jaxserve.device.sampling import sample
-from jaxserve.device.state import Column, DecodeState, read_adjustments, read_sampling
+from jaxserve.device.state import (
+    Column,
+    DecodeState,
+    read_adjustments,
+    read_sampling,
+    read_tables,
+    row_size,
+)
 from jaxserve.models.attention import PagedRows
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
@@ -46,7 +53,7 @@ class ExtendShape:
 
     @property
     def row_size(self) -> int:
-        return Column.TABLE + self.table_size
+        return row_size(self.table_size)
 
     @property
     def rows_start(self) -> int:
@@ -136,10 +143,13 @@ def unpack_extend(staged: jax.Array, shape: ExtendShape) -> tuple[jax.Array, Pag
     blocks_R3 = staged[tokens : shape.rows_start].reshape(blocks, BLOCK_FIELDS)
     sequence_R, start_R, num_valid_R = blocks_R3.T
     rows_nF = staged[shape.rows_start : shape.targets_start].reshape(-1, shape.row_size)
+    table_nM, sliding_table_nM = read_tables(rows_nF)
     rows = PagedRows(
         start_R=start_R,
         num_valid_R=num_valid_R,
-        table_RM=rows_nF[sequence_R, Column.TABLE :],
+        table_RM=table_nM[sequence_R],
+        sliding_table_RM=sliding_table_nM[sequence_R],
+        full_start_R=rows_nF[sequence_R, Column.FULL_START],
         block=shape.bucket.block,
     )
     return staged[:tokens], rows, rows_nF
@@ -148,10 +158,13 @@ def unpack_extend(staged: jax.Array, shape: ExtendShape) -> tuple[jax.Array, Pag
 def _single_tokens(rows_BF: jax.Array) -> PagedRows:
     """Return the rows' last known tokens as rows of one position."""
     position_B = rows_BF[:, Column.POSITION]
+    table_BM, sliding_table_BM = read_tables(rows_BF)
     return PagedRows(
         start_R=position_B,
         num_valid_R=jnp.ones_like(position_B),
-        table_RM=rows_BF[:, Column.TABLE :],
+        table_RM=table_BM,
+        sliding_table_RM=sliding_table_BM,
+        full_start_R=rows_BF[:, Column.FULL_START],
         block=1,
     )
 

@@ -25,10 +25,10 @@ from jaxserve.device.buckets import (
 )
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import BLOCK_FIELDS, ExtendShape
-from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state
+from jaxserve.device.state import Column, DecodeState, HostRows, Int32Array, make_state, row_size
 from jaxserve.errors import InvariantError
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import KVCache, copy_pages, make_cache, stored_dtype
+from jaxserve.models.config import AttentionKind, ModelConfig
+from jaxserve.models.kv_cache import COPY_FIELDS, KVCache, copy_pages, make_cache, stored_dtype
 from jaxserve.models.params import Params
 from jaxserve.types import SamplingParams, TokenLogprobs
 
@@ -108,8 +108,9 @@ def lowerings(
             piece = jax.ShapeDtypeStruct((PIECE_SIZE,), jnp.int32)
             return jax.jit(_write_piece, donate_argnums=0).lower(state, piece)
         if program == "copy_pages":
-            pairs = jax.ShapeDtypeStruct((plan.num_slots, 2), jnp.int32)
-            return jax.jit(copy_pages, donate_argnums=0).lower(cache, pairs)
+            copies = jax.ShapeDtypeStruct((plan.num_slots, COPY_FIELDS), jnp.int32)
+            copy = jax.jit(copy_pages, static_argnums=1, donate_argnums=0)
+            return copy.lower(cache, config, copies)
         function, staged_shape = _step_function(program, plan, config)
         staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
@@ -128,7 +129,7 @@ def _step_function(
     """Return a program's function of (params, cache, state, staged) and its staged data's shape."""
     if isinstance(program, DecodeBucket):
         decode = partial(programs.decode, config=config, chunk_pages=plan.chunk_pages)
-        return decode, (program.rows, Column.TABLE + program.table_size)
+        return decode, (program.rows, row_size(program.table_size))
     extend = partial(programs.extend, config=config, shape=program, scratch_slot=plan.num_slots)
     return extend, (program.staged_size,)
 
@@ -144,7 +145,13 @@ def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> Ex
 
 def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
     dtype = stored_dtype(plan.dtype, is_accelerator=plan.is_accelerator)
-    return make_cache(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=dtype)
+    return make_cache(
+        config,
+        num_pages=plan.num_pages,
+        num_sliding_pages=plan.num_sliding_pages,
+        page_size=plan.page_size,
+        dtype=dtype,
+    )
 
 
 class ModelRunner:
@@ -159,6 +166,7 @@ class ModelRunner:
     ) -> None:
         self._params = params
         self._plan = plan
+        self._window = config.window
         self._programs = compiled
         self._cache = _make_cache(plan, config)
         self._state = make_state(plan.num_slots, config.vocab_size)
@@ -166,8 +174,18 @@ class ModelRunner:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool, the scratch page 0 included."""
+        """Full-attention pages, the scratch page 0 included."""
         return self._plan.num_pages
+
+    @property
+    def num_sliding_pages(self) -> int:
+        """Sliding layers' pages, the scratch page 0 included."""
+        return self._plan.num_sliding_pages
+
+    @property
+    def window(self) -> int:
+        """Keys that a sliding layer sees, the token's own included."""
+        return self._window
 
     @property
     def page_size(self) -> int:
@@ -196,20 +214,23 @@ class ModelRunner:
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
     ) -> None:
-        """Give the slot to a sequence: its sampling, the ids so far, an empty page table."""
+        """Give the slot to a sequence: its sampling, the ids so far, empty page tables."""
         self._host_rows.open(slot, sampling, len(prompt_ids))
         for piece in table_pieces(slot, sampling, prompt_ids, output_ids):
             self._write_table(piece)
 
-    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Set entries [start, start + len(pages)) of the slot's page table."""
-        self._host_rows.set_pages(slot, start, pages)
+    def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
+        """Set entries [start, start + len(pages)) of the slot's page table of a kind."""
+        self._host_rows.set_pages(slot, start, pages, kind)
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the keys and values of pages, source to destination, at most num_slots of them."""
-        staged = np.zeros((self.num_slots, 2), np.int32)  # the rest copies the scratch page
-        if pairs:
-            staged[: len(pairs)] = pairs
+    def copy_pages(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copy keys and values of pages, at most num_slots times.
+
+        A copy is the source and destination of a full page, then of a sliding one.
+        """
+        staged = np.zeros((self.num_slots, COPY_FIELDS), np.int32)  # the rest copies scratch pages
+        if copies:
+            staged[: len(copies)] = copies
         self._cache = self._programs["copy_pages"](self._cache, staged)
 
     def decode(self, slots: Sequence[int], positions: Sequence[int]) -> PendingResults:
@@ -280,6 +301,7 @@ class ModelRunner:
             blocks_R3[first:last, 1] = chunk.start + offset_R
             blocks_R3[first:last, 2] = np.minimum(block, length - offset_R)
             rows_nF[i, Column.POSITION] = chunk.start + length - 1
+            rows_nF[i, Column.FULL_START] = chunk.full_start
             rows_nF[i, Column.TOKEN_INDEX] = first * block + length - 1
             first = last
         staged[shape.rows_start : shape.targets_start] = rows_nF.reshape(-1)

@@ -1,7 +1,7 @@
 """What a step program is told and what it keeps: the layout of staged rows, and the device's slots.
 
 The host stages all of a step's data as one int32 array, since every transfer costs; floats travel
-as their bits. B rows, M page-table entries a row, S slots; slot S is the scratch slot of padding.
+as their bits. B rows, M entries of each page table, S slots; slot S is the scratch slot of padding.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,14 @@ from jax import lax
 
 from jaxserve.device.adjustments import AdjustmentRows, Adjustments, make_adjustments
 from jaxserve.device.sampling import SamplingRows
+from jaxserve.models.config import AttentionKind
 from jaxserve.types import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 
 
 class Column(IntEnum):
-    """Columns of a staged row; the page table follows."""
+    """Columns of a staged row; the page tables follow, full attention's, then sliding layers'."""
 
     SLOT = 0
     POSITION = 1  # of the row's last known token
@@ -39,7 +40,19 @@ class Column(IntEnum):
     REPETITION_PENALTY = 12
     MIN_POSITION = 13  # the first position that an end id may be sampled for
     TOKEN_INDEX = 14  # extend: where the row's last known token lies in the flat tokens
-    TABLE = 15
+    FULL_START = 15  # extend: the first position that full-attention layers write
+    TABLE = 16
+
+
+def row_size(table_size: int) -> int:
+    """Return the columns of a row with two page tables of so many entries."""
+    return Column.TABLE + 2 * table_size
+
+
+def read_tables(rows_BF: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Take the page tables out of staged rows: full attention's, then sliding layers'."""
+    table_BM, sliding_table_BM = jnp.split(rows_BF[:, Column.TABLE :], 2, axis=1)
+    return table_BM, sliding_table_BM
 
 
 @jax.tree_util.register_dataclass
@@ -110,11 +123,12 @@ class HostRows:
 
     def __init__(self, num_slots: int, table_size: int) -> None:
         self.scratch_slot = num_slots
-        self._rows: Int32Array = np.zeros((num_slots + 1, Column.TABLE + table_size), np.int32)
+        self._table_size = table_size
+        self._rows: Int32Array = np.zeros((num_slots + 1, row_size(table_size)), np.int32)
         self._rows[:, Column.SLOT] = np.arange(num_slots + 1)
 
     def open(self, slot: int, sampling: SamplingParams, num_prompt_tokens: int) -> None:
-        """Set a slot's sampling and empty its page table."""
+        """Set a slot's sampling and empty its page tables."""
         row = self._rows[slot]
         floats = row.view(np.float32)
         row[Column.POSITION :] = 0
@@ -131,12 +145,16 @@ class HostRows:
         seed = np.array([sampling.seed], "<u8").view("<i4")
         row[Column.SEED_LOW : Column.SEED_HIGH + 1] = seed
 
-    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Set entries [start, start + len(pages)) of a slot's page table."""
-        first = Column.TABLE + start
+    def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
+        """Set entries [start, start + len(pages)) of one of a slot's page tables."""
+        first = Column.TABLE + start + (self._table_size if kind == "sliding" else 0)
         self._rows[slot, first : first + len(pages)] = pages
 
     def stage(self, slots: Sequence[int], num_rows: int, table_size: int) -> Int32Array:
         """Return a copy of the slots' rows, padded with scratch rows, tables cut to a size."""
         padded = [*slots, *[self.scratch_slot] * (num_rows - len(slots))]
-        return self._rows[padded, : Column.TABLE + table_size]
+        if table_size == self._table_size:
+            return self._rows[padded]
+        sliding = Column.TABLE + self._table_size
+        columns = np.r_[: Column.TABLE + table_size, sliding : sliding + table_size]
+        return self._rows[np.ix_(padded, columns)]

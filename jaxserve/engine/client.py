@@ -10,12 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
-from jaxserve.engine.inbox import Abort, Inbox, Stop, Submit
+from jaxserve.engine.inbox import Abort, Ask, Inbox, Stop, Submit
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import EngineDeadError, InvariantError, OverloadedError, UnavailableError
 from jaxserve.types import TERMINAL_EVENTS, EndedBy, GenerationRequest, OutputEvent, TokenOutput
+
+T = TypeVar("T")
 
 Phase = Literal["loading", "compiling", "ready", "draining", "dead"]
 
@@ -168,6 +172,21 @@ class EngineClient:
             # The loop is closed: nobody is left to read, which is no fault of the device thread.
             return
 
+    async def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; return how many pages that were.
+
+        This and the next two raise what `submit` raises where the engine does not serve.
+        """
+        return await self._ask(lambda scheduler: scheduler.flush_cache())
+
+    async def release_session(self, session: str) -> int:
+        """Drop what only this session has in the cache; return how many pages that were."""
+        return await self._ask(lambda scheduler: scheduler.release_session(session))
+
+    async def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return how many of the ids are cached, and which ids are cached at the next position."""
+        return await self._ask(lambda scheduler: scheduler.explain(salt, ids))
+
     async def drain(self, grace_s: float | None = None) -> None:
         """Accept nothing more; return when every live sequence has ended.
 
@@ -185,6 +204,15 @@ class EngineClient:
     def stop(self) -> None:
         """Tell the device thread to leave once nothing is live."""
         self._inbox.put(Stop())
+
+    async def _ask(self, run: Callable[[Scheduler], T]) -> T:
+        self._check_accepting()
+        answer: Future[T] = Future()
+        # Whoever waits may give up, and the device thread answers all the same.
+        answer.set_running_or_notify_cancel()
+        if not self._inbox.put(Ask(run, answer)):
+            raise EngineDeadError("the engine has stopped")
+        return await asyncio.wrap_future(answer)
 
     def _check_accepting(self) -> None:
         phase = self._status.phase

@@ -13,10 +13,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jaxserve.engine.inbox import Abort, Command, Inbox, Submit
+from jaxserve.engine.batch import Batch, StepResults
+from jaxserve.engine.inbox import Abort, Ask, Command, Inbox, Submit
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import PendingTokens, Runner
-from jaxserve.engine.scheduler import Batch, Scheduler, StepResults
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ApiError, EngineDeadError, InvariantError
 from jaxserve.metrics import Metrics
 from jaxserve.types import OutputEvent, RequestFailed, RequestFinished
@@ -78,7 +79,7 @@ class EngineCore:
         self._events: list[OutputEvent] = []
         self._in_flight: _StepInFlight | None = None
         self._settled_s = 0.0
-        self._num_evicted = 0
+        self._num_evicted = (0, 0)
         self._is_stopping = False
         self.host_times: deque[HostTimes] = deque(maxlen=_NUM_HOST_TIMES)
         self._note_load()
@@ -152,6 +153,8 @@ class EngineCore:
             ended = self._scheduler.abort(command.request_id, self._clock(), command.reason)
             if ended is not None:
                 self._events.append(ended)
+        elif isinstance(command, Ask):
+            command.answer.set_result(command.run(self._scheduler))
         else:
             self._is_stopping = True
 
@@ -175,8 +178,8 @@ class EngineCore:
             )
         if batch.copies:
             self._runner.copy_pages(batch.copies)
-        for slot, start, pages in batch.page_grants:
-            self._runner.set_pages(slot, start, pages)
+        for grant in batch.page_grants:
+            self._runner.set_pages(*grant)
         extended = self._runner.extend(batch.chunks) if batch.chunks else None
         decoded = self._runner.decode(batch.slots, batch.positions) if batch.slots else None
         if batch.num_looked_up:
@@ -238,25 +241,31 @@ class EngineCore:
         self._publish(events)
 
     def _note_load(self) -> None:
-        pool, tree = self._scheduler.pool, self._scheduler.tree
-        self._metrics.observe_evicted(tree.num_evicted - self._num_evicted)
-        self._num_evicted = tree.num_evicted
-        self._metrics.set_load(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_pages_free=pool.num_free,
-            num_pages_used=self._scheduler.num_pages_held,
-            num_pages_cached=tree.num_evictable,
+        pages = self._scheduler.pages
+        sliding = pages.tree.sliding
+        num_evicted = (pages.tree.num_evicted, sliding.num_points_evicted)
+        self._metrics.observe_evicted(
+            num_pages=num_evicted[0] - self._num_evicted[0],
+            num_points=num_evicted[1] - self._num_evicted[1],
         )
+        self._num_evicted = num_evicted
+        self._metrics.set_load(
+            num_running=self._scheduler.num_running, num_waiting=self._scheduler.num_waiting
+        )
+        self._metrics.set_pages(pages.counts, pages.sliding_counts)
+        self._metrics.set_resume_points(sliding.num_points)
 
     # The end
 
     def _end_all(self, error: EngineDeadError) -> None:
         """Close the inbox; fail every sequence without a terminal event: live, taken, queued."""
         self._commands += self._inbox.close()
-        submitted = (
-            command.request.request_id for command in self._commands if isinstance(command, Submit)
-        )
+        submitted = []
+        for command in self._commands:
+            if isinstance(command, Submit):
+                submitted.append(command.request.request_id)
+            elif isinstance(command, Ask):
+                command.answer.set_exception(error)
         # A dict keeps one of each: a fault within a Submit leaves its sequence in both places.
         failed = dict.fromkeys((*self._scheduler.live_ids(), *submitted))
         self._events += [RequestFailed(request_id, error) for request_id in failed]

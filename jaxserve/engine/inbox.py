@@ -6,9 +6,15 @@ its sender to be refused: none is lost.
 """
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.types import EndedBy, GenerationRequest
+
+if TYPE_CHECKING:
+    from jaxserve.engine.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +33,20 @@ class Abort:
     reason: EndedBy = "abort"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """Let the scheduler do something between two steps; `answer` gets what comes of it."""
+
+    run: "Callable[[Scheduler], Any]"
+    answer: Future[Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop once no sequence is live."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | Ask | Stop
 
 
 class Inbox:

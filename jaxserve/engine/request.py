@@ -4,8 +4,12 @@ Positions of a sequence of P prompt ids and G settled output ids, all half-open:
 
     [0, num_computed_tokens)                their KV is written, or will be by what is in flight
     [num_computed_tokens, prefill_end)      known ids that prefill still has to write
-    [0, len(pages) * page_size)             covered by pages; [0, len(path) * page_size) by the
-                                            prefix tree's, whose nodes are locked
+    [0, len(pages) * page_size)             covered by full-attention pages; those of
+                                            [0, len(path) * page_size) are the prefix tree's, whose
+                                            nodes are locked
+    [sliding_start, sliding_end)            pages, not positions: covered by sliding pages, which
+                                            is the window and a little before it
+    [num_computed_tokens, full_start)       shared with others: computed for sliding layers alone
     [P, P + G)                              output ids that the host has read
     [P + G, P + num_sampled_tokens)         output ids that only the device has, or will have
 
@@ -14,9 +18,10 @@ not written yet.
 """
 
 import enum
+from collections import deque
 from dataclasses import dataclass, field
 
-from jaxserve.cache.radix import Node, Root
+from jaxserve.cache.node import Node, Root
 from jaxserve.errors import InvariantError
 from jaxserve.types import GenerationRequest, RequestStats, SamplingParams
 
@@ -40,11 +45,16 @@ class Request:
             first.
         arrival_s: when the client submitted it. Times are seconds of the engine's clock; None:
             never got there.
-        pages: of its positions, in order; those of `path` are the prefix tree's.
+        named_points: positions of the prompt that it wants resume points at.
+        pages: full-attention pages of its positions, in order; those of `path` are the tree's.
+        sliding_pages: those of [sliding_start, sliding_end); the tree's where a node has the same.
         root: where the path begins; locked, as the path is, while RUNNING.
         is_off_tree: another request entered the ids after `path` first.
+        num_kept_pages: pages that are in the tree, and their sliding pages wherever it lacked them.
+        pending_points: positions of resume points that are still to be made, ascending, and whether
+            each is a spare one.
         num_copyable_tokens: computed by steps before the one that is planned.
-        num_cached_tokens: prompt tokens that were found computed when it was first admitted.
+        num_cached_tokens: prompt tokens that it need not compute, as of its first admission.
         num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
     """
 
@@ -57,10 +67,16 @@ class Request:
     slot: int = -1
     cache_salt: str | None = None
     session: str | None = None
+    named_points: tuple[int, ...] = ()
     pages: list[int] = field(default_factory=list)
+    sliding_start: int = 0
+    sliding_pages: deque[int] = field(default_factory=deque)
+    full_start: int = 0
     root: Root | None = None
     path: list[Node] = field(default_factory=list)
     is_off_tree: bool = False
+    num_kept_pages: int = 0
+    pending_points: list[tuple[int, bool]] = field(default_factory=list)
     num_copyable_tokens: int = 0
     num_cached_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -82,6 +98,7 @@ class Request:
             priority=submitted.priority,
             cache_salt=submitted.cache_salt,
             session=submitted.session,
+            named_points=submitted.resume_points,
         )
 
     @property
@@ -95,8 +112,26 @@ class Request:
 
     @property
     def own_pages(self) -> list[int]:
-        """Its pages that are not the tree's."""
+        """Its full-attention pages that are not the tree's."""
         return self.pages[len(self.path) :]
+
+    @property
+    def sliding_end(self) -> int:
+        """The page after the last that it has a sliding page for."""
+        return self.sliding_start + len(self.sliding_pages)
+
+    def sliding_page(self, index: int) -> int:
+        """Return its sliding page for a page of its positions; -1: it has none."""
+        if self.sliding_start <= index < self.sliding_end:
+            return self.sliding_pages[index - self.sliding_start]
+        return -1
+
+    def holds_of_tree(self, index: int) -> bool:
+        """Say whether its sliding page for a page of its positions is the tree's."""
+        return (
+            index < len(self.path)
+            and self.path[index].sliding_page == self.sliding_page(index) >= 0
+        )
 
     @property
     def tip(self) -> Node:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
+from jaxserve.models.config import AttentionKind
 from jaxserve.types import SamplingParams, TokenLogprobs
 
 
@@ -36,7 +37,17 @@ class RunnerSizes(Protocol):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the KV store, the scratch page 0 included."""
+        """Full-attention pages of the KV store, the scratch page 0 included."""
+        ...
+
+    @property
+    def num_sliding_pages(self) -> int:
+        """Sliding layers' pages, the scratch page 0 included."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Keys that a sliding layer sees, the token's own included."""
         ...
 
     @property
@@ -70,15 +81,19 @@ class Runner(RunnerSizes, Protocol):
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
     ) -> None:
-        """Give the slot to a sequence: its sampling, the ids so far, an empty page table."""
+        """Give the slot to a sequence: its sampling, the ids so far, empty page tables."""
         ...
 
-    def set_pages(self, slot: int, start: int, pages: Sequence[int]) -> None:
-        """Set entries [start, start + len(pages)) of the slot's page table."""
+    def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
+        """Set entries [start, start + len(pages)) of the slot's page table of a kind."""
         ...
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the keys and values of pages, source to destination, at most num_slots of them."""
+    def copy_pages(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copy keys and values of pages, at most num_slots times.
+
+        A copy is the source and destination of a full-attention page, then of a sliding one. All
+        sources are read before any destination is written.
+        """
         ...
 
     def extend(self, chunks: Sequence[ExtendChunk]) -> PendingTokens:

@@ -1,8 +1,8 @@
 """What runs in the next step: admission, decode first, prefill in chunks, preemption.
 
-It owns every live request, the slots and the pages. It plans a step on the host's knowledge alone
-(ids in flight are counted, not known) and touches no device: a Batch says what to dispatch. It
-reads no clock. Device thread only.
+It owns every live request and the slots. It plans a step on the host's knowledge alone (ids in
+flight are counted, not known) and touches no device: a Batch says what to dispatch. It reads no
+clock. Device thread only.
 
 Invariants: `_running` and `_waiting` are in order of priority, then of arrival; a slot belongs to
 one running request or is free; so does a page.
@@ -11,16 +11,16 @@ one running request or is free; so does a page.
 from bisect import insort_left, insort_right
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import islice
 
-from jaxserve.cache.pages import PagePool
-from jaxserve.cache.radix import Match, RadixTree, common_length
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk, smallest_extend
+from jaxserve.engine.batch import Batch, StepResults
+from jaxserve.engine.pages import Pages
+from jaxserve.engine.prefixes import Found, Prefixes
 from jaxserve.engine.request import Request, RequestStatus
 from jaxserve.engine.runner import RunnerSizes
 from jaxserve.engine.step_times import StepTimes
-from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, InvariantError
+from jaxserve.errors import ContextLengthError, InvalidRequestError, InvariantError
 from jaxserve.types import (
     EndedBy,
     FinishReason,
@@ -34,67 +34,6 @@ from jaxserve.types import (
 
 def _order(request: Request) -> tuple[int, float]:
     return request.priority, request.arrival_s
-
-
-class PageGrant(NamedTuple):
-    """Entries [start, start + len(pages)) of a slot's page table."""
-
-    slot: int
-    start: int
-    pages: list[int]
-
-
-@dataclass(slots=True, kw_only=True)
-class Batch:
-    """One step, to be dispatched in this order; the scheduler fills all of it, the core only reads.
-
-    Attributes:
-        admitted: requests whose slots are to be opened.
-        copies: pages to copy before anything else, source to destination.
-        chunks: for one extend, which `bucket` is the smallest to fit; None where it is scored.
-        prefilled: the requests of those chunks that sample, in their order.
-        decoded: the requests of the decode, row by row, with their slots and positions.
-        scored: the request of the only chunk, where that is scored.
-        num_preempted: requests that lost their pages for the sake of this step.
-        num_looked_up: prompt tokens of first admissions that were looked for in the prefix tree.
-        num_cached: how many of those it had.
-    """
-
-    admitted: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    page_grants: list[PageGrant] = field(default_factory=list)
-    chunks: list[ExtendChunk] = field(default_factory=list)
-    bucket: ExtendBucket | None = None
-    prefilled: list[Request] = field(default_factory=list)
-    decoded: list[Request] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    scored: Request | None = None
-    num_preempted: int = 0
-    num_looked_up: int = 0
-    num_cached: int = 0
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether any of its ids are to be told with their log-probabilities."""
-        return any(
-            request.sampling.num_logprobs is not None
-            for request in (*self.prefilled, *self.decoded)
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class StepResults:
-    """What a batch gave: an entry for each request of `prefilled`, then of `decoded`.
-
-    Attributes:
-        logprobs: empty unless the batch wants them.
-        target_logprobs: those of the scored chunk's targets.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    target_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Scheduler:
@@ -115,14 +54,14 @@ class Scheduler:
         Raises:
             ConfigError: one sequence of max_model_len does not fit the pages.
         """
-        self._page_size = sizes.page_size
         self._max_model_len = sizes.max_model_len
         self._buckets = sizes.extend_buckets
         self._prefill_stall_factor = prefill_stall_factor
-        self._reuses_prefixes = reuses_prefixes
         self._session_grace_s = session_grace_s
-        self.pool = PagePool(sizes.num_pages)
-        self.tree = RadixTree(self.pool, sizes.page_size)
+        self.pages = Pages(sizes)
+        self._prefixes = Prefixes(
+            self.pages, reuses_prefixes=reuses_prefixes, session_grace_s=session_grace_s
+        )
         self.times = StepTimes(sizes.extend_buckets)
         self._num_slots = sizes.num_slots
         self._free_slots = list(range(sizes.num_slots - 1, -1, -1))
@@ -130,14 +69,6 @@ class Scheduler:
         self._running: list[Request] = []
         self._live: dict[str, Request] = {}
         self._num_steps_in_flight = 0
-        self._step = 0
-        self._now_s = 0.0
-        # One sequence alone always fits, so the first in order gets to its end: no deadlock.
-        if self._num_pages_for(sizes.max_model_len) > self.pool.num_pages:
-            raise ConfigError(
-                f"{self.pool.num_pages} pages of {sizes.page_size} tokens do not hold one sequence"
-                f" of max_model_len {sizes.max_model_len}"
-            )
 
     @property
     def num_running(self) -> int:
@@ -148,15 +79,6 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests in the queue, preempted ones included."""
         return len(self._waiting)
-
-    @property
-    def num_pages_held(self) -> int:
-        """Pages that running requests hold; the others are free, or cached and can be evicted."""
-        return self.pool.num_used - self.tree.num_evictable
-
-    @property
-    def _num_available(self) -> int:
-        return self.pool.num_free + self.tree.num_evictable
 
     @property
     def has_live(self) -> bool:
@@ -187,6 +109,8 @@ class Scheduler:
             raise InvariantError(f"request id {request.request_id!r} is live already")
         self._live[request.request_id] = request
         insort_right(self._waiting, request, key=_order)
+        for other in self._running:
+            self._prefixes.expect(request, other)
 
     def abort(
         self, request_id: str, now_s: float, reason: EndedBy = "abort"
@@ -201,17 +125,14 @@ class Scheduler:
         None says that there is nothing to dispatch; if requests are live, what is in flight has to
         settle first.
         """
-        self._step += 1
-        self._now_s = now_s
-        for request in self._running:
-            request.num_copyable_tokens = request.num_computed_tokens
-        batch = Batch()
+        self._prefixes.begin_step(self._running)
+        batch = Batch(now_s=now_s)
         rows = self._rows_with_pages(batch)
         if rows is None:
             return None
         for request in rows:
             self._plan_row(batch, request)
-        self._plan_prefill(batch, now_s)
+        self._plan_prefill(batch)
         if not (batch.decoded or batch.chunks):
             return None
         self._num_steps_in_flight += 1
@@ -243,7 +164,7 @@ class Scheduler:
             num_top = request.sampling.num_logprobs
             told = () if num_top is None or scored is None else (scored.cut(num_top),)
             events.append(TokenOutput(request.request_id, (token_id,), told))
-            self._keep_computed(request)
+            self._prefixes.keep(request)
             if token_id in request.sampling.stop_token_ids:
                 events.append(self._finish(request, "stop", now_s))
             elif len(request.output_ids) == request.sampling.max_tokens:
@@ -252,17 +173,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
-        self.pool.check_integrity()
-        self.tree.check_integrity()
-        own = [page for request in self._running for page in request.own_pages]
-        if len(set(own)) != len(own) or len(own) + self.tree.num_nodes != self.pool.num_used:
-            raise InvariantError(
-                f"{self.pool.num_used} pages are used, {self.tree.num_nodes} of them cached;"
-                f" running requests own {sorted(own)}"
-            )
-        locked = {id(node) for request in self._running for node in request.path}
-        if len(locked) + self.tree.num_evictable != self.tree.num_nodes:
-            raise InvariantError("cached pages are locked that no running request uses")
+        self.pages.check_integrity(self._running)
         slots = sorted([*self._free_slots, *(request.slot for request in self._running)])
         if slots != list(range(self._num_slots)):
             raise InvariantError(f"free and running slots are {slots}, of {self._num_slots}")
@@ -284,16 +195,38 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise InvariantError unless every slot and page is free or cached; O(1)."""
-        num_held, num_free_slots = self.num_pages_held, len(self._free_slots)
+        num_held = self.pages.counts.num_held + self.pages.sliding_counts.num_held
+        num_free_slots = len(self._free_slots)
         if self._live or num_held or num_free_slots != self._num_slots:
             raise InvariantError(
                 f"idle with {num_held} pages held and {num_free_slots} of {self._num_slots} slots"
             )
 
+    # The cache, as others see it
+
+    def release_session(self, session: str) -> int:
+        """Drop what only this session has used and no request uses; return the pages freed."""
+        return self.pages.tree.drop_session(session)
+
+    def flush_cache(self) -> int:
+        """Drop all that no request uses; return the pages freed, of both kinds."""
+        return self.pages.tree.flush()
+
+    def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return how many of the ids are cached, and which ids are cached at the next position.
+
+        Of those, not all need be of use: sliding layers may have to compute some of them anew.
+        """
+        return self.pages.tree.continuations(salt, ids)
+
+    def keep(self, salt: str | None, ids: tuple[int, ...], now_s: float) -> None:
+        """Keep what is cached of these ids as long as what a session leaves."""
+        self._prefixes.keep_until(salt, ids, now_s + self._session_grace_s)
+
     # Planning a step
 
     def _rows_with_pages(self, batch: Batch) -> list[Request] | None:
-        """Return the rows to decode, a page free for each that needs one; None: settle first.
+        """Return the rows to decode, pages there for all that need one; None: settle first.
 
         A page may be short only because a row in flight has ended, and a victim's ids must all be
         on the host before it can be computed anew. So preemption waits until nothing is in flight.
@@ -305,11 +238,7 @@ class Scheduler:
                 if request.num_computed_tokens >= request.prefill_end
                 and request.has_tokens_to_sample
             ]
-            num_short = sum(
-                request.num_computed_tokens == len(request.pages) * self._page_size
-                for request in rows
-            )
-            if num_short <= self._num_available:
+            if self.pages.can_decode(rows):
                 return rows
             if self._num_steps_in_flight:
                 return None
@@ -317,20 +246,26 @@ class Scheduler:
 
     def _plan_row(self, batch: Batch, request: Request) -> None:
         position = request.num_computed_tokens
-        self._cover(batch, request, position + 1)
+        self.pages.cover(batch, request, position + 1)
         batch.decoded.append(request)
         batch.slots.append(request.slot)
         batch.positions.append(position)
         request.num_computed_tokens = position + 1
         request.num_sampled_tokens += 1
 
-    def _plan_prefill(self, batch: Batch, now_s: float) -> None:
+    def _plan_prefill(self, batch: Batch) -> None:
         """Fill one extend in order: running prefills, then the queue."""
         prefilling = [request for request in self._running if request.is_prefilling]
-        if not (prefilling or self._waiting):
+        found = None if prefilling else self._find_for_head()
+        num_left = sum(request.prefill_end - request.num_computed_tokens for request in prefilling)
+        startable = islice(self._waiting, len(self._free_slots))
+        num_left += sum(request.num_known_tokens for request in startable)
+        num_left -= 0 if found is None else found.start
+        if not num_left:
             return
         num_unstarted = len(prefilling) + len(self._waiting)
         bucket = self._prefill_bucket(len(batch.decoded), num_unstarted)
+        bucket = self.times.quickest_for(num_left, bucket)
         num_blocks = bucket.tokens // bucket.block
         for request in prefilling:
             if not request.scores_prompt:
@@ -338,14 +273,17 @@ class Scheduler:
             elif not batch.chunks:
                 self._plan_scored_chunk(batch, request)
                 return
-        while num_blocks and self._can_admit():
+        if prefilling and num_blocks:
+            found = self._find_for_head()
+        while found is not None:
             if self._waiting[0].scores_prompt:
                 # It has an extend of its own, once nothing is before it.
                 if not batch.chunks:
-                    self._plan_scored_chunk(batch, self._admit(batch, now_s))
+                    self._plan_scored_chunk(batch, self._admit(batch, found))
                 return
-            request = self._admit(batch, now_s)
+            request = self._admit(batch, found)
             num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
+            found = self._find_for_head() if num_blocks else None
         if batch.chunks:
             lengths = [len(chunk.token_ids) for chunk in batch.chunks]
             batch.bucket = smallest_extend(self._buckets, lengths)
@@ -371,11 +309,10 @@ class Scheduler:
     def _plan_chunk(self, batch: Batch, request: Request, num_blocks: int, block: int) -> int:
         """Plan the next chunk, as far as blocks and pages go; return the blocks taken."""
         start = request.num_computed_tokens
-        num_covered = (len(request.pages) + self._num_available) * self._page_size
-        end = min(request.prefill_end, start + num_blocks * block, num_covered)
+        end = min(request.prefill_end, start + num_blocks * block, self.pages.can_cover(request))
         if end <= start:
             return 0
-        self._cover(batch, request, end)
+        self.pages.cover(batch, request, end)
         is_last = end == request.prefill_end
         batch.chunks.append(
             ExtendChunk(
@@ -383,72 +320,49 @@ class Scheduler:
                 token_ids=request.known_ids(start, end),
                 start=start,
                 sample=is_last,
+                full_start=request.full_start,
                 targets=request.prompt_ids[start + 1 : end + 1] if request.scores_prompt else (),
             )
         )
         request.num_computed_tokens = end
-        self._keep_computed(request)
+        self._prefixes.keep(request)
         if is_last:
             batch.prefilled.append(request)
             request.num_sampled_tokens += 1
         return -(-(end - start) // block)
 
-    def _cover(self, batch: Batch, request: Request, end: int) -> None:
-        """Give the request the pages that positions [0, end) still lack."""
-        start_page = len(request.pages)
-        num_missing = self._num_pages_for(end) - start_page
-        if num_missing <= 0:
-            return
-        pages = self.tree.allocate(num_missing, self._now_s)
-        if pages is None:
-            raise InvariantError(f"{num_missing} pages were planned, too few can be had")
-        batch.page_grants.append(PageGrant(request.slot, start_page, pages))
-        request.pages += pages
-
     # Moving requests between the queue, the slots and their end
 
-    def _can_admit(self) -> bool:
-        """Say whether the head of the queue may start.
-
-        Pages are taken chunk by chunk, yet a request starts only when all its known ids would fit
-        beside what running prefills still lack and a page for each running row. Else it would take
-        the rows' next pages, be preempted for them, and start over: work without progress. So
-        prefills alone never run out of pages: rows that outgrow theirs may hold one up, until they
-        end or give way.
-        """
+    def _find_for_head(self) -> Found | None:
+        """Return what is cached of the head of the queue, if it may start."""
         if not (self._waiting and self._free_slots):
-            return False
-        if not self._running:
-            return True
-        num_owed = sum(
-            self._num_pages_for(request.prefill_end) - len(request.pages)
-            for request in self._running
-            if request.is_prefilling
-        )
+            return None
         head = self._waiting[0]
-        match = self._match(head)
-        num_matched = len(match.nodes) * self._page_size + match.num_tail
-        if self._is_being_computed(head, num_matched):
-            return False
-        # Once locked, a cached page is nobody else's to evict.
-        num_to_lock = sum(node.num_locks == 0 for node in match.nodes)
-        num_wanted = self._num_pages_for(head.num_known_tokens) - len(match.nodes) + num_to_lock
-        return num_owed + num_wanted + len(self._running) <= self._num_available
+        found = self._prefixes.find(head, self._running)
+        if self._running and (
+            self._prefixes.is_being_computed(head, found, self._running)
+            or not self.pages.can_start(head, found.nodes, self._running)
+        ):
+            return None
+        return found
 
-    def _admit(self, batch: Batch, now_s: float) -> Request:
+    def _admit(self, batch: Batch, found: Found) -> Request:
         request = self._waiting.popleft()
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.prefill_end = request.num_known_tokens
-        self._reuse(batch, request)
+        looks_up = self._prefixes.looks_up(request)
+        self._prefixes.take(batch, request, found)
         if request.admitted_s is None:
-            request.admitted_s = now_s
+            request.admitted_s = batch.now_s
             request.num_cached_tokens = request.num_computed_tokens
-            if self._reuses_prefixes and not request.scores_prompt:
+            if looks_up:
                 batch.num_looked_up += request.num_prompt_tokens
                 batch.num_cached += request.num_cached_tokens
         insort_right(self._running, request, key=_order)
         batch.admitted.append(request)
+        for other in islice(self._waiting, self._num_slots):
+            self._prefixes.expect(other, request)
         return request
 
     def _preempt_latest(self, batch: Batch) -> None:
@@ -460,7 +374,7 @@ class Scheduler:
         request = self._running[-1]
         if request.num_sampled_tokens != len(request.output_ids):
             raise InvariantError(f"request {request.request_id!r} is preempted with ids in flight")
-        self._release(request)
+        self._release(request, batch.now_s)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = request.num_copyable_tokens = 0
         insort_left(self._waiting, request, key=_order)
@@ -468,148 +382,15 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason, now_s: float) -> RequestFinished:
         if request.status is RequestStatus.RUNNING:
-            self._release(request)
+            self._release(request, now_s)
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         del self._live[request.request_id]
         return RequestFinished(request.request_id, reason, request.stats(now_s))
 
-    def _release(self, request: Request) -> None:
-        """Take back the slot of a running request, and leave what it computed in the tree.
-
-        A step in flight may still write one of the pages. The device works in order, and the next
-        owner writes each position before it reads it, so the stale write is never seen.
-        """
+    def _release(self, request: Request, now_s: float) -> None:
+        """Take back the slot of a running request, and leave what it computed in the tree."""
         self._running.remove(request)
         self._free_slots.append(request.slot)
-        if self._reuses_prefixes:
-            self._leave_computed(request)
-        self.pool.release(request.own_pages)
-        kept_until_s = self._now_s + self._session_grace_s if request.session else 0.0
-        while request.path:
-            self.tree.unlock(request.path.pop(), kept_until_s=kept_until_s)
-        self.tree.unlock(request.tip)  # its root
-        request.root, request.pages, request.is_off_tree = None, [], False
-
-    # The prefix tree
-
-    def _match(self, request: Request) -> Match:
-        """Find what of a request's known ids is cached; the last one is never: it gives logits.
-
-        A prompt that is to be scored is computed whole.
-        """
-        num_usable = request.num_known_tokens - 1
-        if not self._reuses_prefixes or request.scores_prompt:
-            num_usable = 0
-        match = self.tree.match(request.cache_salt, request.known_ids(0, num_usable))
-        if match.tail is not None and match.tail.ready_step >= self._step:
-            # Not computed yet when this step's copies are made.
-            return match._replace(tail=None, num_tail=0)
-        return match
-
-    def _is_being_computed(self, request: Request, num_matched: int) -> bool:
-        """Say whether to wait for more of the request's prefix, which a running one computes."""
-        if not self._reuses_prefixes or request.scores_prompt:
-            return False
-        num_usable = request.num_known_tokens - 1
-        for other in self._running:
-            is_prefilling = other.num_copyable_tokens < other.prefill_end
-            if not is_prefilling or other.cache_salt != request.cache_salt:
-                continue
-            num_shared = common_length(
-                request.known_ids(0, num_usable), other.known_ids(0, other.prefill_end)
-            )
-            # Less than a page is sooner computed than waited for.
-            if (
-                num_shared > other.num_copyable_tokens
-                and num_shared - num_matched >= self._page_size
-            ):
-                return True
-        return False
-
-    def _reuse(self, batch: Batch, request: Request) -> None:
-        """Give an admitted request what is cached of its ids: whole pages, and a copy of a part."""
-        match = self._match(request)
-        request.root = match.root
-        self.tree.lock(match.root)
-        for node in match.nodes:
-            self.tree.lock(node)
-        request.path = match.nodes
-        request.pages = [node.page for node in match.nodes]
-        request.num_computed_tokens = len(match.nodes) * self._page_size
-        if request.pages:
-            batch.page_grants.append(PageGrant(request.slot, 0, list(request.pages)))
-        source, num_tail = self._tail_source(request, match)
-        if num_tail:
-            self._copy_tail(batch, request, source, num_tail)
-
-    def _tail_source(self, request: Request, match: Match) -> tuple[int, int]:
-        """Return the page that shares most with the ids after the whole pages, and how many.
-
-        That is a page of the tree, or one that a running request is filling.
-        """
-        best = (-1, 0) if match.tail is None else (match.tail.page, match.num_tail)
-        if not self._reuses_prefixes or request.scores_prompt:
-            return best
-        start = len(match.nodes) * self._page_size
-        ids = request.known_ids(start, min(start + self._page_size, request.num_known_tokens - 1))
-        parent = match.nodes[-1] if match.nodes else match.root
-        for other in self._running:
-            if other.tip is parent:
-                end = min(other.num_copyable_tokens, other.num_known_tokens)
-                num_tail = common_length(ids, other.known_ids(start, end))
-                if num_tail > best[1]:
-                    best = other.pages[len(other.path)], num_tail
-        return best
-
-    def _copy_tail(self, batch: Batch, request: Request, source: int, num_tail: int) -> None:
-        """Continue a copy of a page, where there is a page for it that is not the source."""
-        start_page = len(request.pages)
-        pages = self.tree.allocate(1, self._now_s)
-        if pages is None:
-            return
-        if pages[0] == source:  # evicted for its own copy: it may be continued as it is
-            source = -1
-        if source >= 0:
-            batch.copies.append((source, pages[0]))
-        batch.page_grants.append(PageGrant(request.slot, start_page, pages))
-        request.pages += pages
-        request.num_computed_tokens += num_tail
-
-    def _keep_computed(self, request: Request) -> None:
-        """Enter a running request's full pages in the tree, as far as their ids are known.
-
-        Where the tree has one already, which another request computed, this one stays on pages of
-        its own until it ends: on the tree's path it would hold two pages for each, which nobody
-        planned for.
-        """
-        size = self._page_size
-        while self._reuses_prefixes and not request.is_off_tree:
-            start = len(request.path) * size
-            if start + size > request.num_keepable_tokens:
-                return
-            tokens = request.known_ids(start, start + size)
-            if tokens in request.tip.children:
-                request.is_off_tree = True
-            else:
-                page = request.pages[len(request.path)]
-                request.path.append(self.tree.insert(request.tip, tokens, page, self._step))
-
-    def _leave_computed(self, request: Request) -> None:
-        """Enter all pages of a request that ends; free those that the tree has already."""
-        while (start := len(request.path) * self._page_size) < request.num_keepable_tokens:
-            end = min(start + self._page_size, request.num_keepable_tokens)
-            tokens = request.known_ids(start, end)
-            num_held = request.tip.closest_child(tokens)[1]
-            if end - start < self._page_size and num_held == len(tokens):
-                return  # a page that goes on from there holds all of this one
-            page = request.pages[len(request.path)]
-            node = self.tree.insert(request.tip, tokens, page, self._step)
-            if node.page != page:
-                self.pool.release([page])
-                request.pages[len(request.path)] = node.page
-            request.path.append(node)
-
-    def _num_pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
+        self._prefixes.leave(request, now_s)

@@ -7,7 +7,7 @@ thread only.
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
 from jaxserve.device.buckets import ExtendBucket
@@ -49,14 +49,34 @@ class StepTimes:
         """Choose the largest bucket estimated to fit the limit; the smallest where none does."""
         if next(self._choices) % _RETRY_EVERY == 0:
             limit_s *= _RETRY_FACTOR
-        chosen, chosen_s = self._buckets[0], self._extend_s(self._buckets[0], math.inf)
-        for bucket in self._buckets[1:]:
-            # Time grows at most with the tokens: a small bucket's fresh figure bounds a stale one.
-            bucket_s = self._extend_s(bucket, chosen_s * bucket.tokens / chosen.tokens)
+        chosen = self._buckets[0]
+        for bucket, bucket_s in self._estimates():
             if bucket_s > limit_s:
                 break
-            chosen, chosen_s = bucket, bucket_s
+            chosen = bucket
         return chosen
+
+    def quickest_for(self, num_tokens: int, largest: ExtendBucket) -> ExtendBucket:
+        """Choose the bucket, up to the largest, estimated to take least time a token.
+
+        So many tokens are left: a bucket that they fill to a small part may take longer than some
+        smaller ones together. Where nothing is known it is the largest.
+        """
+        chosen, best_s = largest, math.inf
+        for bucket, bucket_s in self._estimates():
+            per_token_s = bucket_s / min(num_tokens, bucket.tokens)
+            if bucket.tokens <= largest.tokens and per_token_s <= best_s:
+                chosen, best_s = bucket, per_token_s
+        return chosen if best_s < math.inf else largest
+
+    def _estimates(self) -> Iterator[tuple[ExtendBucket, float]]:
+        """Yield each bucket and its seconds, ascending; infinite where nothing is known."""
+        bound_s, tokens = math.inf, 1
+        for bucket in self._buckets:
+            # Time grows at most with the tokens: a small bucket's fresh figure bounds a stale one.
+            bound_s = self._extend_s(bucket, bound_s * bucket.tokens / tokens)
+            tokens = bucket.tokens
+            yield bucket, bound_s
 
     def _extend_s(self, bucket: ExtendBucket, bound_s: float) -> float:
         samples = self._extend.get(bucket.tokens)

@@ -11,7 +11,8 @@ from jaxserve.http.limits import finish_details
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
-from jaxserve.openai.responses import STREAM_END, Answer, Choice, Usage
+from jaxserve.openai.responses import STREAM_END, Answer, Choice
+from jaxserve.openai.usage import Timings, Usage
 from jaxserve.text.turns import Content, TurnEvent
 
 Logprobs = Mapping[str, object]
@@ -65,12 +66,13 @@ class AnswerWriter:
                     )
                 )
         choices.sort(key=lambda choice: choice.index)
-        return self.answer.body(choices, self._usage())
+        return self.answer.body(choices, self._usage(), self._timings())
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield events, each complete, several joined where they belong to one step."""
         answer, options = self.answer, self.options
         opened = [False] * len(self.choices)
+        num_open = len(self.choices)
         async with aclosing(self.generation.outputs()) as outputs:
             async for output in outputs:
                 index = output.index
@@ -87,14 +89,22 @@ class AnswerWriter:
                     logprobs = self._write(delta.tokens) if delta.tokens else None
                     frame += self._chunks(index, delta.parts, delta.token_ids, logprobs, usage)
                 else:
+                    num_open -= 1
+                    tells_timings = num_open == 0 and not options.include_usage
                     frame += self._chunks(index, output.parts, (), None, usage)
-                    details = finish_details(output.cut_by)
                     frame += answer.last_chunk(
-                        index, output.reason, output.stop_reason, usage, details
+                        index,
+                        output.reason,
+                        output.stop_reason,
+                        usage,
+                        details=finish_details(output.cut_by),
+                        timings=self._timings() if tells_timings else None,
                     )
                 if frame:
                     yield frame
-        end = answer.usage_chunk(self._usage()) if options.include_usage else b""
+        end = b""
+        if options.include_usage:
+            end = answer.usage_chunk(self._usage(), self._timings())
         yield end + STREAM_END
 
     def _chunks(
@@ -134,8 +144,8 @@ class AnswerWriter:
             for token_id, offset, scored in zip(
                 self.prompts[prompt].token_ids,
                 offsets,
-                (None, *self.choices[index].prompt),
-                strict=True,
+                (None, *self.choices[index].prompt.tokens),
+                strict=False,  # of a choice that was cut before, not all scores have come
             )
         ]
 
@@ -149,7 +159,8 @@ class AnswerWriter:
         num_top = self.options.prompt_logprobs
         if num_top is None:
             return None
-        return self.logprobs.prompt([scored.cut(num_top) for scored in self.choices[index].prompt])
+        tokens = self.choices[index].prompt.tokens
+        return self.logprobs.prompt([scored.cut(num_top) for scored in tokens])
 
     def _usage(self) -> Usage:
         generation, n = self.generation, self.options.n
@@ -161,4 +172,17 @@ class AnswerWriter:
             cached_tokens=sum(
                 generation.num_cached_tokens(p * n) for p in range(len(self.prompts))
             ),
+        )
+
+    def _timings(self) -> Timings:
+        """Tell the times of a generation that has ended."""
+        usage = self._usage()
+        started_s, first_token_s, ended_s = self.generation.times_s()
+        return Timings(
+            queue_s=started_s,
+            prompt_s=first_token_s - started_s,
+            predicted_s=ended_s - first_token_s,
+            num_cached=usage.cached_tokens,
+            num_prompt=usage.prompt_tokens - usage.cached_tokens,
+            num_predicted=usage.completion_tokens,
         )

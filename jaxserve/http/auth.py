@@ -12,7 +12,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.errors import error_response
 
 # What load balancers and orchestrators ask; neither tells anything of the model or its users.
-_OPEN_PATHS = frozenset({"/health", "/live"})
+OPEN_PATHS = frozenset({"/health", "/live"})
 
 
 class AuthMiddleware:
@@ -35,7 +35,7 @@ class AuthMiddleware:
 
     def _is_let_in(self, scope: Scope) -> bool:
         # A browser asks with OPTIONS before it sends a key, and no route does anything for it.
-        if scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+        if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
             return True
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         if len(values) != 1:

@@ -5,13 +5,17 @@ from starlette.requests import Request as HttpRequest
 from jaxserve.errors import BodyTooLargeError, UnsupportedMediaTypeError
 
 
-async def read_json_body(request: HttpRequest, *, max_bytes: int) -> bytes:
-    """Read a body declared as JSON.
+async def read_json_body(
+    request: HttpRequest, *, max_bytes: int, may_be_empty: bool = False
+) -> bytes:
+    """Read a body declared as JSON; `may_be_empty`: there may be none at all.
 
     Raises:
         UnsupportedMediaTypeError: it is declared as something else, or as nothing.
         BodyTooLargeError: it exceeds `max_bytes`; raised before it is read where it says so.
     """
+    if may_be_empty and not _has_body(request):
+        return b""
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         raise UnsupportedMediaTypeError(
@@ -26,6 +30,11 @@ async def read_json_body(request: HttpRequest, *, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(body)
+
+
+def _has_body(request: HttpRequest) -> bool:
+    headers = request.headers
+    return headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
 
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:

@@ -26,6 +26,23 @@ class TextDelta:
     tokens: list[ScoredToken] = field(default_factory=list)
 
 
+@dataclass(slots=True, kw_only=True)
+class PromptScores:
+    """How likely a prompt's tokens after the first are; the first of its sequences tells it.
+
+    Attributes:
+        num_expected: of those tokens; 0 where nobody asks.
+    """
+
+    num_expected: int
+    tokens: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all have come."""
+        return len(self.tokens) >= self.num_expected
+
+
 class ChoiceText:
     """Detokenizes one sequence and ends it at its first stop string.
 
@@ -36,8 +53,8 @@ class ChoiceText:
         cut_by: what else ended it, if anything did.
         num_calls: calls so far, the one under way included.
         is_muted: the echo is all of it; the one token that the engine must generate is nobody's.
-        num_tokens: ids taken, up to the one that completed a stop string.
-        prompt: the prompt's log-probabilities, as far as they have come.
+        token_ids: those taken, up to the one that completed a stop string.
+        prompt: scores of the prompt, as far as they have come; all of its choices share them.
     """
 
     def __init__(
@@ -47,6 +64,7 @@ class ChoiceText:
         sampling: SamplingParams,
         stop: StopAutomaton,
         *,
+        prompt: PromptScores,
         offset: int,
         turn: TurnParser | None = None,
         max_calls: int | None = None,
@@ -67,15 +85,19 @@ class ChoiceText:
         self._min_tokens = options.min_tokens
         self.is_muted = options.max_tokens == 0
         self._offset = offset
-        self._last_id: int | None = None
+        self.token_ids: list[int] = []
         self._turn = turn
         self._max_calls = max_calls
         self._tells_limit = tells_limit
         self._loop = None if options.repetition is None else LoopDetector(options.repetition)
         self.cut_by: CutBy | None = None
         self.num_calls = 0
-        self.num_tokens = 0
-        self.prompt: list[TokenLogprobs] = []
+        self.prompt = prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the ids taken."""
+        return len(self.token_ids)
 
     @property
     def is_stopped(self) -> bool:
@@ -97,7 +119,8 @@ class ChoiceText:
         """The stop string, or the request's own stop id, that ended the choice, if one did."""
         if self._stops.hit is not None:
             return self._stops.hit
-        return self._last_id if self._last_id in self._own_end_ids else None
+        last_id = self.token_ids[-1] if self.token_ids else None
+        return last_id if last_id in self._own_end_ids else None
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
         """Take a step's ids; ids after the one that ends the choice do not count."""
@@ -106,8 +129,7 @@ class ChoiceText:
             return delta
         # One id at a time, because which id completed the stop string counts.
         for count, token_id in enumerate(token_ids, start=1):
-            self.num_tokens += 1
-            self._last_id = token_id
+            self.token_ids.append(token_id)
             is_text = token_id not in self._end_ids or self._includes_stop
             # A chat's tokens are not told with their places in its text.
             text = self._detokenizer.push((token_id,)) if is_text and self._turn is None else ""
@@ -131,6 +153,13 @@ class ChoiceText:
             delta.parts = merge(delta.parts)
         delta.token_ids = tuple(token_ids)
         return delta
+
+    @property
+    def text_ids(self) -> list[int]:
+        """The ids that the text is made of, where that is no stop string's doing."""
+        ids = self.token_ids
+        is_end = bool(ids) and ids[-1] in self._end_ids and not self._includes_stop
+        return ids[:-1] if is_end else ids
 
     def finish(self, *, is_cut: bool) -> list[TurnEvent]:
         """Return what was held back; may still find a stop string in it.

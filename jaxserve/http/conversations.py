@@ -1,6 +1,6 @@
 """A conversation as the model reads it: its template's text, and the ids of that."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
@@ -15,8 +15,10 @@ from jaxserve.text.plain_tools import in_plain_text
 _THOUGHT_START, _THOUGHT_END = "<|channel>", "<channel|>"
 
 
-def render_conversation(conversation: Conversation, model: ServedModel) -> tuple[str, list[int]]:
-    """Return a prompt's text and ids.
+def render_conversation(
+    conversation: Conversation, model: ServedModel, check: Callable[[str], object]
+) -> tuple[str, list[int]]:
+    """Return a prompt's text and ids; `check` gets the text first, and may refuse it.
 
     Raises:
         InvalidRequestError: a template refuses the messages, or does not know what they ask for.
@@ -60,7 +62,7 @@ def render_conversation(conversation: Conversation, model: ServedModel) -> tuple
         )
 
     data = {"messages": messages, "tools": tools, "variables": variables}
-    return render_data(data, render, model.tokenizer)
+    return render_data(data, render, model.tokenizer, check)
 
 
 def _declaration(name: str, description: str, parameters: Mapping[str, object]) -> dict[str, Any]:

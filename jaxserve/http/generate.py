@@ -1,7 +1,7 @@
 """From a parsed request with its prompts to the response: sequences out, an answer back."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -10,76 +10,84 @@ from jaxserve import logs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.answers import AnswerWriter
-from jaxserve.http.choice import ChoiceText
+from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
-from jaxserve.http.generation import Engine, Generation
+from jaxserve.http.generation import Generation, Generator
 from jaxserve.http.prompts import Echo, EncodedPrompt
-from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, plan_sequences
+from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
 from jaxserve.http.thought_budget import ThoughtBudget
 from jaxserve.metrics import Metrics
+from jaxserve.openai.fields import Name
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
-from jaxserve.openai.responses import Answer, ChatAnswer, CompletionAnswer
+from jaxserve.openai.responses import Answer
 from jaxserve.text.stop_strings import StopAutomaton
+from jaxserve.types import GenerationRequest
+
+_SESSION_HEADER = "X-Session-ID"
 
 
 async def generate(
     http: HttpRequest,
-    engine: Engine,
+    engine: Generator,
     model: ServedModel,
     config: HttpConfig,
     *,
-    kind: type[ChatAnswer] | type[CompletionAnswer],
+    kind: type[Answer],
     prompts: Sequence[EncodedPrompt],
     echoes: Sequence[Echo],
     options: GenerationOptions,
     metrics: Metrics,
     turns: TurnPlan | None = None,
+    on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
 ) -> Response:
-    """Generate `n` answers to each prompt; a stream is sent when the response is."""
-    is_chat = kind is ChatAnswer
+    """Generate `n` answers to each prompt; a stream is sent when the response is.
+
+    `on_answer` gets each that is complete.
+    """
     request_id = logs.request_id.get()
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
-        id_lists,
-        options,
-        model,
-        request_id=request_id,
-        param="messages" if is_chat else "prompt",
-        default_max_tokens=None if is_chat else COMPLETION_MAX_TOKENS,
-        tells_echo=options.echo and not is_chat,
-        session=options.session or http.headers.get("x-session-id"),
-        max_sequences=config.max_sequences,
+        id_lists, options, model, kind, request_id=request_id, session=session_of(options, http)
     )
     if turns is not None:
         engine = _limited(engine, turns)
         requests = [turns.fit(request) for request in requests]
     stop = StopAutomaton(options.stop)
-    choices = [
-        ChoiceText(
-            model,
-            options,
-            request.sampling,
-            stop,
-            offset=len(echoes[i // options.n].text),
-            turn=None if turns is None else turns.parser(request, options),
-            max_calls=None if turns is None else turns.tool_use.max_calls,
-            tells_limit=turns is not None and turns.tool_use.tells_limit,
-        )
-        for i, request in enumerate(requests)
-    ]
-    answer: Answer = kind(
-        id=f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}",
+    choices = []
+    for first in range(0, len(requests), options.n):
+        sampling = requests[first].sampling
+        is_scored = sampling.num_prompt_logprobs is not None
+        scores = PromptScores(num_expected=len(requests[first].prompt_ids) - 1 if is_scored else 0)
+        offset = len(echoes[first // options.n].text)
+        choices += [
+            ChoiceText(
+                model,
+                options,
+                sampling,
+                stop,
+                prompt=scores,
+                offset=offset,
+                turn=None if turns is None else turns.parser(request, options),
+                max_calls=None if turns is None else turns.tool_use.max_calls,
+                tells_limit=turns is not None and turns.tool_use.tells_limit,
+            )
+            for request in requests[first : first + options.n]
+        ]
+    answer = kind(
+        request_id=request_id,
         created=int(time.time()),
         model=model.id,
         prompts=id_lists,
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
-    generation = Generation(engine, requests, choices, timeout_s=options.timeout_s)
+    generation = Generation(
+        engine, requests, choices, timeout_s=options.timeout_s, on_answer=on_answer
+    )
     writer = AnswerWriter(
         generation=generation,
         answer=answer,
@@ -105,7 +113,7 @@ async def generate(
     return Response(body, media_type="application/json")
 
 
-def _limited(engine: Engine, turns: TurnPlan) -> Engine:
+def _limited(engine: Generator, turns: TurnPlan) -> Generator:
     """Return an engine that keeps to the budget of thoughts, where there is one."""
     if turns.thought_budget is None:
         return engine
@@ -119,3 +127,12 @@ def _limited(engine: Engine, turns: TurnPlan) -> Engine:
         markers=turns.markers,
         tokenizer=turns.model.tokenizer,
     )
+
+
+def session_of(options: GenerationOptions, http: HttpRequest) -> str | None:
+    """Return whose prefix is to stay cached: the body's name of it, or else the header's."""
+    if options.session is not None or _SESSION_HEADER not in http.headers:
+        return options.session
+    # A header's bytes come as latin-1; what is no UTF-8 is no name either.
+    name = http.headers[_SESSION_HEADER].encode("latin-1").decode(errors="replace")
+    return Name()(name, _SESSION_HEADER)

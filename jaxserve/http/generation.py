@@ -5,7 +5,7 @@ It knows engine events and text, not OpenAI's JSON. Event loop only.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
@@ -22,6 +22,7 @@ from jaxserve.types import (
     GenerationRequest,
     OutputEvent,
     PromptOutput,
+    RequestFailed,
     RequestFinished,
     RequestStats,
     TokenOutput,
@@ -39,15 +40,28 @@ class EventStream(Protocol):
         """End the sequence; its terminal event still comes. Repeating it does nothing."""
 
 
-class Engine(Protocol):
+class Generator(Protocol):
+    """What runs sequences."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
+        """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
+
+
+class Engine(Generator, Protocol):
     """What HTTP needs of the engine; EngineClient is one."""
 
     @property
     def status(self) -> EngineStatus:
         """What the engine is doing."""
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
-        """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
+    async def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; return how many pages that were."""
+
+    async def release_session(self, session: str) -> int:
+        """Drop what only this session has in the cache; return how many pages that were."""
+
+    async def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+        """Return how many of the ids are cached, and which ids are cached at the next position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +93,21 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         requests: Sequence[GenerationRequest],
         choices: Sequence[ChoiceText],
         *,
         timeout_s: float | None = None,
+        on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
     ) -> None:
         """Submit all sequences, or none where the engine refuses; choice i reads sequence i.
 
-        After `timeout_s` those that have not ended are cut.
+        After `timeout_s` those that have not ended are cut. `on_answer` gets each that has come to
+        its end.
         """
         self._requests = requests
         self._choices = choices
+        self._on_answer = on_answer
         self._stats: list[RequestStats | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
         self._is_closed = False
@@ -107,23 +124,26 @@ class Generation:
         Raises:
             ApiError: a fault ended one of the sequences; the others are of no use then.
         """
+        # What answers a prompt whose scores are not all here: these precede it.
+        held: list[tuple[int, TokenOutput | RequestFinished]] = []
         async with aclosing(_merge(self._streams)) as events:
             async for index, event in events:
-                choice = self._choices[index]
-                if isinstance(event, TokenOutput):
-                    # Until the engine has seen the abort, ids still come after a stop string.
-                    if not choice.is_stopped:
-                        delta = choice.push(event.token_ids, event.logprobs)
-                        if choice.is_stopped:
-                            self._streams[index].abort("stop")
-                        yield Delta(index, delta)
-                elif isinstance(event, RequestFinished):
-                    yield self._end(index, event)
-                elif isinstance(event, PromptOutput):
-                    choice.prompt += event.logprobs
-                else:
+                if isinstance(event, RequestFailed):
                     self._reasons[index] = "error"
                     raise event.error
+                ready: list[tuple[int, TokenOutput | RequestFinished]] = []
+                if not isinstance(event, TokenOutput):
+                    # Scores, or the end of the sequence that tells them, may free what is held.
+                    ready, held = held, []
+                if isinstance(event, PromptOutput):
+                    self._choices[index].prompt.tokens += event.logprobs
+                else:
+                    ready.append((index, event))
+                for each in ready:
+                    if not self._is_due(*each):
+                        held.append(each)
+                    elif (output := self._read(*each)) is not None:
+                        yield output
 
     def close(self) -> None:
         """Abort what still runs and log the request's line. Later calls do nothing."""
@@ -149,6 +169,34 @@ class Generation:
         stats = self._stats[index]
         return 0 if stats is None else stats.num_cached_tokens
 
+    def times_s(self) -> tuple[float, float, float]:
+        """Tell when the first sequence started, the first token came, and the last sequence ended.
+
+        Seconds from the submission on, ascending; all sequences have ended.
+        """
+        stats = [each for each in self._stats if each is not None]
+        started_s = min((s.queue_s for s in stats if s.queue_s is not None), default=0.0)
+        first_s = min((s.ttft_s for s in stats if s.ttft_s is not None), default=started_s)
+        return started_s, first_s, max((s.total_s for s in stats), default=first_s)
+
+    def _is_due(self, index: int, event: TokenOutput | RequestFinished) -> bool:
+        choice = self._choices[index]
+        is_abort = isinstance(event, RequestFinished) and event.reason == "abort"
+        # A choice that was cut waits for no scores: they may never come.
+        return is_abort or choice.cut_by is not None or choice.prompt.are_complete
+
+    def _read(self, index: int, event: TokenOutput | RequestFinished) -> Delta | Ending | None:
+        if isinstance(event, RequestFinished):
+            return self._end(index, event)
+        choice = self._choices[index]
+        # Until the engine has seen the abort, ids still come after a stop string.
+        if choice.is_stopped:
+            return None
+        delta = choice.push(event.token_ids, event.logprobs)
+        if choice.is_stopped:
+            self._streams[index].abort("stop")
+        return Delta(index, delta)
+
     def _end(self, index: int, event: RequestFinished) -> Ending:
         choice = self._choices[index]
         self._stats[index] = event.stats
@@ -167,6 +215,8 @@ class Generation:
         if reason == "stop" and choice.num_calls:
             reason = "tool_calls"
         self._reasons[index] = choice.cut_by or reason
+        if self._on_answer is not None:
+            self._on_answer(self._requests[index], choice)
         return Ending(index, parts, reason, choice.stop_reason, choice.cut_by)
 
     def _time_out(self) -> None:

@@ -15,7 +15,6 @@ from jaxserve import logs
 from jaxserve.errors import ApiError, EngineError, UnavailableError
 from jaxserve.http.errors import INTERNAL_ERROR_MESSAGE, error_response
 from jaxserve.metrics import Metrics
-from jaxserve.openai.fields import is_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class RequestMiddleware:
 def header_request_id(scope: Scope) -> str | None:
     """Return the id that the client gave in a header, if it can be one."""
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and is_request_id(text := value.decode("latin-1")):
+        if name == b"x-request-id" and logs.is_request_id(text := value.decode("latin-1")):
             return str(text)
     return None
 

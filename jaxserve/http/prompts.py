@@ -4,11 +4,15 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import anyio.to_thread
+from anyio import CapacityLimiter
+from anyio.lowlevel import RunVar
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.http.conversations import render_conversation
 from jaxserve.http.served_model import ServedModel
+from jaxserve.http.turns import Turn, restore
 from jaxserve.openai.messages import Conversation
+from jaxserve.openai.options import MAX_TEXT_CHARS
 from jaxserve.openai.requests import Prompt
 from jaxserve.text.detokenizer import Detokenizer
 
@@ -16,6 +20,13 @@ T = TypeVar("T")
 
 # Tokenizing takes 1 to 2 µs a character, a worker thread 0.1 ms; every stream waits meanwhile.
 _INLINE_CHARS = 1_000
+_CHARS_PER_PART = 10
+"""What a message or a part of one costs a template, in characters."""
+
+_MAX_WORKERS = 2
+"""Tokenizing takes 100 bytes a character: a flood of long texts queues for these threads."""
+
+_limiter: RunVar[CapacityLimiter] = RunVar("tokenizing")
 
 
 class EncodedPrompt(NamedTuple):
@@ -40,11 +51,15 @@ async def chat_prompt(
     model: ServedModel,
     *,
     trusts_template: bool,
+    turns: Sequence[Turn] = (),
     keep: int | None = None,
+    must_fit: bool = False,
 ) -> EncodedPrompt:
     """Render and tokenize a conversation; its ids start with exactly one BOS.
 
-    `keep` is as in `completion_prompts`; `trusts_template`: the conversation may bring its own.
+    `trusts_template`: it may bring a template of its own. `turns` may be the model's turns in it.
+    Only the last `keep` tokens count; None: all. `must_fit`: it is to be answered within the
+    context.
     """
     if conversation.chat_template is not None and not trusts_template:
         raise InvalidRequestError(
@@ -53,16 +68,24 @@ async def chat_prompt(
             param="chat_template",
         )
 
-    def encode() -> EncodedPrompt:
-        text, ids = render_conversation(conversation, model)
-        return _truncated(EncodedPrompt(text, tuple(ids)), keep)
+    def check(text: str) -> None:
+        _check_length(text, model, param="messages", must_fit=must_fit and keep is None)
 
-    num_chars = sum(len(message.text) for message in conversation.messages)
+    def run() -> EncodedPrompt:
+        text, ids = render_conversation(conversation, model, check)
+        if turns:
+            ids = restore(ids, turns, model.tokenizer)
+        prompt = _truncated(EncodedPrompt(text, tuple(ids)), keep)
+        check_ids(prompt.token_ids, model, param="messages", must_fit=must_fit)
+        return prompt
+
+    cost = sum(
+        len(each.text) + len(each.reasoning) + _CHARS_PER_PART * each.num_parts
+        for each in conversation.messages
+    )
     if conversation.takes_long:
-        num_chars += _INLINE_CHARS
-    prompt = await _run(encode, num_chars)
-    check_ids(prompt.token_ids, model, param="messages")
-    return prompt
+        cost += _INLINE_CHARS
+    return await _run(run, cost)
 
 
 async def completion_prompts(
@@ -72,31 +95,36 @@ async def completion_prompts(
     add_special_tokens: bool,
     keep: int | None = None,
 ) -> list[EncodedPrompt]:
-    """Tokenize text prompts; ids are taken as they are, without a BOS.
+    """Tokenize text prompts that are to be answered; ids are taken as they are, without a BOS.
 
     Only the last `keep` tokens of each count; None: all.
     """
 
-    def encode_one(prompt: Prompt) -> EncodedPrompt:
+    def encode_one(prompt: Prompt, param: str) -> EncodedPrompt:
         if isinstance(prompt, str):
-            ids = model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-            return _truncated(EncodedPrompt(prompt, tuple(ids)), keep)
-        return _truncated(EncodedPrompt(None, prompt), keep)
+            _check_length(prompt, model, param=param, must_fit=keep is None)
+            encoded = _encoded(prompt, model, add_special_tokens=add_special_tokens, keep=keep)
+        else:
+            encoded = _truncated(EncodedPrompt(None, prompt), keep)
+        check_ids(encoded.token_ids, model, param=param, must_fit=True)
+        return encoded
 
-    encoded = await _run(
-        lambda: [encode_one(prompt) for prompt in prompts], sum(len(prompt) for prompt in prompts)
-    )
-    for i, prompt in enumerate(encoded):
-        check_ids(prompt.token_ids, model, param="prompt" if len(encoded) == 1 else f"prompt[{i}]")
-    return encoded
-
-
-async def encode(text: str, model: ServedModel, *, add_special_tokens: bool) -> tuple[int, ...]:
-    """Tokenize a text, which may be empty."""
+    params = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
     return await _run(
-        lambda: tuple(model.tokenizer.encode(text, add_special_tokens=add_special_tokens)),
-        len(text),
+        lambda: [encode_one(*each) for each in zip(prompts, params, strict=True)],
+        sum(len(prompt) for prompt in prompts),
     )
+
+
+async def encode(
+    text: str, model: ServedModel, *, add_special_tokens: bool, param: str
+) -> tuple[int, ...]:
+    """Tokenize a text, which may be empty."""
+    _check_length(text, model, param=param, must_fit=False)
+    prompt = await _run(
+        lambda: _encoded(text, model, add_special_tokens=add_special_tokens), len(text)
+    )
+    return prompt.token_ids
 
 
 async def completion_echo(
@@ -142,8 +170,8 @@ async def decode(token_ids: Sequence[int], model: ServedModel, *, skip_special_t
     return await _run(run, len(token_ids))
 
 
-def check_ids(ids: Sequence[int], model: ServedModel, *, param: str) -> None:
-    """Refuse a prompt that the model cannot be given."""
+def check_ids(ids: Sequence[int], model: ServedModel, *, param: str, must_fit: bool) -> None:
+    """Refuse a prompt that the model cannot be given; `must_fit`: or not answer."""
     if not ids:
         raise InvalidRequestError(f"{param} holds no token.", param=param)
     check_vocabulary(ids, model, param=param)
@@ -154,6 +182,17 @@ def check_ids(ids: Sequence[int], model: ServedModel, *, param: str) -> None:
             " this server takes text.",
             param=param,
         )
+    if must_fit and len(ids) >= model.max_model_len:
+        raise ContextLengthError(
+            f"{context_phrase(model)}; the prompt has {len(ids)} tokens, which leaves no room"
+            " for an answer.",
+            param=param,
+        )
+
+
+def context_phrase(model: ServedModel) -> str:
+    """Begin a refusal in the words by which clients that shorten a conversation tell it."""
+    return f"This model's maximum context length is {model.max_model_len} tokens"
 
 
 def check_vocabulary(ids: Sequence[int], model: ServedModel, *, param: str) -> None:
@@ -166,13 +205,43 @@ def check_vocabulary(ids: Sequence[int], model: ServedModel, *, param: str) -> N
         )
 
 
-async def _run(encode: Callable[[], T], num_chars: int) -> T:
-    if num_chars < _INLINE_CHARS:
-        return encode()
-    return await anyio.to_thread.run_sync(encode)
+def _check_length(text: str, model: ServedModel, *, param: str, must_fit: bool) -> None:
+    """Refuse a text that is not worth tokenizing: it cannot fit, or would take too long."""
+    longest = model.tokenizer.longest_piece
+    holds = model.max_model_len * (longest or 0)
+    if must_fit and longest is not None and len(text) > holds:
+        raise ContextLengthError(
+            f"{context_phrase(model)}; the prompt has {len(text)} characters, which are"
+            f" {-(-len(text) // longest)} tokens at least.",
+            param=param,
+        )
+    limit = max(MAX_TEXT_CHARS, holds)
+    if len(text) > limit:
+        raise InvalidRequestError(
+            f"{param} has {len(text)} characters; at most {limit} are tokenized.", param=param
+        )
+
+
+def _encoded(
+    text: str, model: ServedModel, *, add_special_tokens: bool = True, keep: int | None = None
+) -> EncodedPrompt:
+    ids = tuple(model.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    return _truncated(EncodedPrompt(text, ids), keep)
 
 
 def _truncated(prompt: EncodedPrompt, keep: int | None) -> EncodedPrompt:
     if keep is None or len(prompt.token_ids) <= keep:
         return prompt
     return EncodedPrompt(None, prompt.token_ids[-keep:])
+
+
+async def _run(work: Callable[[], T], cost: int) -> T:
+    """Do something that takes as long as tokenizing `cost` characters."""
+    if cost < _INLINE_CHARS:
+        return work()
+    try:
+        limiter = _limiter.get()
+    except LookupError:
+        limiter = CapacityLimiter(_MAX_WORKERS)
+        _limiter.set(limiter)
+    return await anyio.to_thread.run_sync(work, limiter=limiter)

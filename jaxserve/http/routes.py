@@ -1,6 +1,7 @@
 """The endpoints."""
 
 from collections.abc import Callable
+from functools import partial
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -10,8 +11,11 @@ from starlette.routing import Route
 from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
 from jaxserve.http.answer_parts import TurnPlan
+from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
+from jaxserve.http.chats import Chats
 from jaxserve.http.config import HttpConfig
+from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
 from jaxserve.http.middleware import header_request_id
@@ -19,23 +23,25 @@ from jaxserve.http.prompts import (
     Echo,
     EncodedPrompt,
     chat_echo,
-    chat_prompt,
     check_vocabulary,
     completion_echo,
     completion_prompts,
     decode,
     encode,
 )
-from jaxserve.http.sequences import COMPLETION_MAX_TOKENS, prompt_limit
+from jaxserve.http.sequences import prompt_limit
 from jaxserve.http.served_model import ServedModel
 from jaxserve.metrics import Metrics
-from jaxserve.openai.messages import Conversation
 from jaxserve.openai.pages import openapi_document
 from jaxserve.openai.requests import (
     ChatCompletionRequest,
+    CompletionRequest,
     parse_chat_completion,
     parse_completion,
     parse_detokenize,
+    parse_explain,
+    parse_flush,
+    parse_release,
     parse_tokenize,
 )
 from jaxserve.openai.responses import ChatAnswer, CompletionAnswer, model_object
@@ -58,6 +64,7 @@ class Endpoints:
         self._model = model
         self._config = config
         self._metrics = metrics
+        self._chats = Chats(config)
 
     def routes(self) -> list[Route]:
         """List all routes."""
@@ -67,6 +74,9 @@ class Endpoints:
             Route("/v1/chat/completions/render", self.render, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/cache/explain", self.explain_cache, methods=["POST"]),
+            Route("/v1/cache/release", self.release_cache, methods=["POST"]),
+            Route("/v1/cache/flush", self.flush_cache, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
@@ -87,7 +97,7 @@ class Endpoints:
             model,
             self._config,
             kind=ChatAnswer,
-            prompts=[await self._chat_prompt(request, model)],
+            prompts=[await self._chats.prompt(request, model, must_fit=True)],
             echoes=[chat_echo(request.conversation) if request.options.echo else Echo()],
             options=request.options,
             metrics=self._metrics,
@@ -97,6 +107,7 @@ class Endpoints:
                 reasoning_fields=self._config.reasoning_fields if request.tells_reasoning else (),
                 thought_budget=request.thought_budget,
             ),
+            on_answer=partial(self._chats.remember, request, model),
         )
 
     async def completions(self, http: HttpRequest) -> Response:
@@ -105,12 +116,7 @@ class Endpoints:
         request = parse_completion(await self._body(http))
         options = request.options
         _accept(options.model, options.request_id, http, model)
-        prompts = await completion_prompts(
-            request.prompts,
-            model,
-            add_special_tokens=request.add_special_tokens,
-            keep=prompt_limit(options, model, default_max_tokens=COMPLETION_MAX_TOKENS),
-        )
+        prompts = await self._completion_prompts(request, model)
         return await generate(
             http,
             self._engine,
@@ -135,7 +141,7 @@ class Endpoints:
         model = self._loaded_model()
         request = parse_chat_completion(await self._body(http))
         _accept(request.options.model, request.options.request_id, http, model)
-        prompt = await self._chat_prompt(request, model)
+        prompt = await self._chats.prompt(request, model)
         text = prompt.text
         if text is None:  # it was cut
             text = await decode(prompt.token_ids, model, skip_special_tokens=False)
@@ -147,9 +153,14 @@ class Endpoints:
         request = parse_tokenize(await self._body(http))
         _accept(request.model, None, http, model)
         if isinstance(request.source, str):
-            ids = await encode(request.source, model, add_special_tokens=request.add_special_tokens)
+            ids = await encode(
+                request.source,
+                model,
+                add_special_tokens=request.add_special_tokens,
+                param="prompt",
+            )
         else:
-            ids = (await self._render(request.source, model)).token_ids
+            ids = (await self._chats.render(request.source, model)).token_ids
         spellings = None
         if request.return_token_strs:
             spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
@@ -169,6 +180,28 @@ class Endpoints:
         _accept(request.model, None, http, model)
         check_vocabulary(request.tokens, model, param="tokens")
         return _json({"prompt": await decode(request.tokens, model, skip_special_tokens=False)})
+
+    async def explain_cache(self, http: HttpRequest) -> Response:
+        """Tell what is cached of a prompt, and where it first differs from that."""
+        model = self._ready_model()
+        request = parse_explain(await self._body(http))
+        options = request.options
+        _accept(options.model, options.request_id, http, model)
+        if isinstance(request, ChatCompletionRequest):
+            prompt = await self._chats.prompt(request, model, must_fit=True)
+        else:
+            [prompt] = await self._completion_prompts(request, model)
+        return _json(await explain(prompt.token_ids, options.cache_salt, self._engine, model))
+
+    async def release_cache(self, http: HttpRequest) -> Response:
+        """Drop what only one session has in the cache."""
+        session = parse_release(await self._body(http))
+        return _json({"pages": await self._engine.release_session(session)})
+
+    async def flush_cache(self, http: HttpRequest) -> Response:
+        """Drop every cached prefix that no request uses."""
+        parse_flush(await self._body(http, may_be_empty=True))
+        return _json({"pages": await self._engine.flush_cache()})
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""
@@ -210,22 +243,22 @@ class Endpoints:
 
     async def openapi(self, http: HttpRequest) -> Response:
         """Describe the API as OpenAPI does."""
-        return _json(openapi_document(__version__))
+        open_paths = OPEN_PATHS if self._config.api_keys else None
+        return _json(openapi_document(__version__, open_paths=open_paths))
 
-    async def _chat_prompt(
-        self, request: ChatCompletionRequest, model: ServedModel
-    ) -> EncodedPrompt:
-        keep = prompt_limit(request.options, model, default_max_tokens=None)
-        return await self._render(request.conversation, model, keep=keep)
+    async def _completion_prompts(
+        self, request: CompletionRequest, model: ServedModel
+    ) -> list[EncodedPrompt]:
+        return await completion_prompts(
+            request.prompts,
+            model,
+            add_special_tokens=request.add_special_tokens,
+            keep=prompt_limit(request.options, model, CompletionAnswer),
+        )
 
-    async def _render(
-        self, conversation: Conversation, model: ServedModel, *, keep: int | None = None
-    ) -> EncodedPrompt:
-        trusts_template = self._config.trust_request_chat_template
-        return await chat_prompt(conversation, model, trusts_template=trusts_template, keep=keep)
-
-    async def _body(self, http: HttpRequest) -> bytes:
-        return await read_json_body(http, max_bytes=self._config.max_body_bytes)
+    async def _body(self, http: HttpRequest, *, may_be_empty: bool = False) -> bytes:
+        max_bytes = self._config.max_body_bytes
+        return await read_json_body(http, max_bytes=max_bytes, may_be_empty=may_be_empty)
 
     def _ready_model(self) -> ServedModel:
         phase = self._engine.status.phase

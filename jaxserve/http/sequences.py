@@ -2,18 +2,17 @@
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError
-from jaxserve.http.prompts import check_vocabulary
+from jaxserve.http.prompts import check_vocabulary, context_phrase
 from jaxserve.http.served_model import ServedModel
 from jaxserve.openai.options import GenerationOptions
+from jaxserve.openai.responses import Answer
 from jaxserve.types import MAX_BAD_WORD_TOKENS, GenerationRequest, SamplingParams
 
 T = TypeVar("T")
-
-# OpenAI's default; a chat's is what is left of the context.
-COMPLETION_MAX_TOKENS = 16
 
 _MASK = (1 << 64) - 1
 
@@ -22,55 +21,48 @@ def plan_sequences(
     prompts: Sequence[tuple[int, ...]],
     options: GenerationOptions,
     model: ServedModel,
+    kind: type[Answer],
     *,
     request_id: str,
-    param: str,
-    default_max_tokens: int | None,
-    tells_echo: bool,
     session: str | None,
-    max_sequences: int,
 ) -> list[GenerationRequest]:
-    """Plan sequence p * n + i for sample i of prompt p.
+    """Plan sequence p * n + i for sample i of prompt p; the prompts fit the context.
 
-    `param` is the field that holds the prompts. Where the request names no budget, it is
-    `default_max_tokens`, or less where the context ends before; None takes all of the context.
-    `tells_echo`: the prompt's tokens are told with the answer's.
+    Where the prompt's tokens are to be scored, its first sample alone does that.
     """
-    if len(prompts) * options.n > max_sequences:
-        raise InvalidRequestError(
-            f"{len(prompts)} prompts times n={options.n} exceed {max_sequences} sequences.",
-            param="n" if options.n > 1 else param,
-        )
     bad_words = _bad_words(options, model)
     _check_options(options, bad_words, model)
+    base = _sampling(options, bad_words, model, kind)
     # Clients may send the same request id twice at once; the engine's must differ.
     unique_id = f"{request_id}.{secrets.token_hex(4)}"
-    return [
-        GenerationRequest(
-            request_id=f"{unique_id}.{p * options.n + i}",
-            prompt_ids=prompt,
-            sampling=_sampling(
-                prompt, i, options, bad_words, model, param, default_max_tokens, tells_echo
-            ),
-            priority=options.priority,
-            cache_salt=options.cache_salt,
-            session=session,
-        )
-        for p, prompt in enumerate(prompts)
-        for i in range(options.n)
-    ]
+    requests = []
+    for p, prompt in enumerate(prompts):
+        max_tokens = _budget(len(prompt), options, model, kind)
+        for i in range(options.n):
+            sampling = replace(
+                base,
+                max_tokens=max_tokens,
+                seed=secrets.randbits(64) if options.seed is None else derive_seed(options.seed, i),
+                num_prompt_logprobs=None if i else base.num_prompt_logprobs,
+            )
+            requests.append(
+                GenerationRequest(
+                    request_id=f"{unique_id}.{p * options.n + i}",
+                    prompt_ids=prompt,
+                    sampling=sampling,
+                    priority=options.priority,
+                    cache_salt=options.cache_salt,
+                    session=session,
+                )
+            )
+    return requests
 
 
-def prompt_limit(
-    options: GenerationOptions, model: ServedModel, *, default_max_tokens: int | None
-) -> int | None:
-    """Return how many of a prompt's last tokens count; None: all.
-
-    `default_max_tokens` is as in `plan_sequences`.
-    """
+def prompt_limit(options: GenerationOptions, model: ServedModel, kind: type[Answer]) -> int | None:
+    """Return how many of a prompt's last tokens count; None: all."""
     if options.truncate_prompt_tokens != -1:
         return options.truncate_prompt_tokens
-    budget = default_max_tokens if options.max_tokens is None else options.max_tokens
+    budget = kind.default_max_tokens if options.max_tokens is None else options.max_tokens
     return max(model.max_model_len - max(budget or 0, options.min_tokens, 1), 1)
 
 
@@ -88,33 +80,24 @@ def derive_seed(seed: int, sample: int) -> int:
 
 
 def _sampling(
-    prompt: tuple[int, ...],
-    sample: int,
     options: GenerationOptions,
     bad_words: tuple[tuple[int, ...], ...],
     model: ServedModel,
-    param: str,
-    default_max_tokens: int | None,
-    tells_echo: bool,
+    kind: type[Answer],
 ) -> SamplingParams:
+    """Return what all sequences of a request have in common; budget and seed are theirs."""
     defaults = model.defaults
 
     def choose(wanted: T | None, default: T) -> T:
         return default if wanted is None else wanted
 
     top_k = choose(options.top_k, defaults.top_k)
-    max_tokens = _budget(len(prompt), options.max_tokens, default_max_tokens, model, param)
-    if options.min_tokens > max_tokens:
-        raise InvalidRequestError(
-            f"min_tokens={options.min_tokens} exceeds the {max_tokens} tokens that this answer may"
-            " have; max_tokens can raise that as far as the context goes.",
-            param="min_tokens",
-        )
+    tells_echo = options.echo and kind.tells_echo
     told = [options.prompt_logprobs, options.logprobs if tells_echo else None]
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=1,
+        seed=0,
         min_tokens=options.min_tokens,
-        seed=secrets.randbits(64) if options.seed is None else derive_seed(options.seed, sample),
         temperature=choose(options.temperature, defaults.temperature),
         top_k=top_k if top_k < model.vocab_size else 0,
         top_p=choose(options.top_p, defaults.top_p),
@@ -175,30 +158,26 @@ def _bad_words(options: GenerationOptions, model: ServedModel) -> tuple[tuple[in
 
 
 def _budget(
-    num_prompt_tokens: int,
-    wanted: int | None,
-    default: int | None,
-    model: ServedModel,
-    param: str,
+    num_prompt_tokens: int, options: GenerationOptions, model: ServedModel, kind: type[Answer]
 ) -> int:
-    limit = model.max_model_len
-    # Clients that shorten a conversation tell this error by these words, not by its code.
-    known_phrase = "This model's maximum context length"
-    room = limit - num_prompt_tokens
-    if room < 1:
+    """Return the most tokens that an answer may have."""
+    room = model.max_model_len - num_prompt_tokens
+    if options.max_tokens is None:
+        default = kind.default_max_tokens
+        budget = room if default is None else min(default, room)
+    else:
+        # An echo alone: the engine's one token is dropped.
+        budget = max(options.max_tokens, 1)
+    if budget > room:
         raise ContextLengthError(
-            f"{known_phrase} is {limit} tokens; the prompt has {num_prompt_tokens} tokens, which"
-            " leaves no room for an answer.",
-            param=param,
+            f"{context_phrase(model)}; the prompt has {num_prompt_tokens} tokens, and max_tokens"
+            f" is {budget}: {num_prompt_tokens + budget} in all.",
+            param=kind.prompt_param,
         )
-    if wanted is None:
-        return room if default is None else min(default, room)
-    # An echo alone: the engine's one token is dropped.
-    wanted = max(wanted, 1)
-    if wanted > room:
-        raise ContextLengthError(
-            f"{known_phrase} is {limit} tokens; the prompt has {num_prompt_tokens} tokens, and"
-            f" max_tokens is {wanted}: {num_prompt_tokens + wanted} in all.",
-            param=param,
+    if options.min_tokens > budget:
+        raise InvalidRequestError(
+            f"min_tokens={options.min_tokens} exceeds the {budget} tokens that this answer may"
+            " have; max_tokens can raise that as far as the context goes.",
+            param="min_tokens",
         )
-    return wanted
+    return budget

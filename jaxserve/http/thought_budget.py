@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from jaxserve.engine.client import EngineStatus
 from jaxserve.errors import OverloadedError, UnavailableError
 from jaxserve.http.answer_parts import with_ban
-from jaxserve.http.generation import Engine, EventStream
+from jaxserve.http.generation import EventStream, Generator
 from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import (
@@ -35,15 +34,10 @@ class ThoughtBudget:
     the closing marker has none.
     """
 
-    engine: Engine
+    engine: Generator
     num_tokens: int
     markers: Markers
     tokenizer: Tokenizer
-
-    @property
-    def status(self) -> EngineStatus:
-        """What the engine is doing."""
-        return self.engine.status
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
         """Queue all sequences, or raise as the engine does."""

@@ -1,9 +1,10 @@
 """Attention over paged keys and values, one function for decode steps and prefill blocks alike.
 
 A row is a run of T consecutive positions of one sequence (T = 1 in decode) with that sequence's
-page table. R rows, T queries a row, H query heads, K kv heads, G = H/K, Q = T·G, E head dim,
-X = K·E, P pages, Z page size, M entries of a page table, C pages read at a time, S = C·Z. Products
-run over B = R·K, rows and kv heads as one leading axis: XLA's CPU backend copies otherwise.
+page tables, one for each kind of attention. R rows, T queries a row, H query heads, K kv heads,
+G = H/K, Q = T·G, E head dim, X = K·E, P pages, Z page size, M entries of a page table, C pages read
+at a time, S = C·Z. Products run over B = R·K, rows and kv heads as one leading axis: XLA's CPU
+backend copies otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.models.config import AttentionKind
 from jaxserve.models.kv_cache import from_stored, to_stored
 from jaxserve.models.layers import pad_rows
 
@@ -34,13 +36,19 @@ class PagedRows:
         start_R: int32, position of each row's first token.
         num_valid_R: int32 in [0, T]; tokens beyond are padding: they are written to the scratch
             page and their results mean nothing.
-        table_RM: int32, the page of positions [m·Z, (m + 1)·Z); SCRATCH_PAGE past the sequence.
+        table_RM: int32, full-attention layers' page of positions [m·Z, (m + 1)·Z); SCRATCH_PAGE
+            past the sequence.
+        sliding_table_RM: the same of sliding layers; before the row's window any page.
+        full_start_R: int32, first position whose keys and values full-attention layers write: what
+            they have of those before it is there, and shared with others.
         block: T.
     """
 
     start_R: jax.Array
     num_valid_R: jax.Array
     table_RM: jax.Array
+    sliding_table_RM: jax.Array
+    full_start_R: jax.Array
     block: int = field(metadata={"static": True})
 
     @property
@@ -48,15 +56,24 @@ class PagedRows:
         """Return every token's position, int32."""
         return self.start_R[:, None] + jnp.arange(self.block)
 
+    def table_of(self, kind: AttentionKind) -> jax.Array:
+        """Return a kind's page table [R, M]."""
+        return self.table_RM if kind == "full" else self.sliding_table_RM
 
-def write_pages(pages_PZX: jax.Array, new_NX: jax.Array, rows: PagedRows) -> jax.Array:
+
+def write_pages(
+    pages_PZX: jax.Array, new_NX: jax.Array, rows: PagedRows, kind: AttentionKind
+) -> jax.Array:
     """Return the pages with the rows' new keys (or values) [R·T, X] in their places."""
     page_size = pages_PZX.shape[1]
     position_RT = rows.positions_RT
     new_NX = new_NX[: position_RT.size]
-    page_RT = jnp.take_along_axis(rows.table_RM, position_RT // page_size, axis=1, mode="clip")
-    is_valid_RT = jnp.arange(rows.block) < rows.num_valid_R[:, None]
-    page_N = jnp.where(is_valid_RT, page_RT, SCRATCH_PAGE).reshape(-1)
+    table_RM = rows.table_of(kind)
+    page_RT = jnp.take_along_axis(table_RM, position_RT // page_size, axis=1, mode="clip")
+    is_written_RT = jnp.arange(rows.block) < rows.num_valid_R[:, None]
+    if kind == "full":
+        is_written_RT &= position_RT >= rows.full_start_R[:, None]
+    page_N = jnp.where(is_written_RT, page_RT, SCRATCH_PAGE).reshape(-1)
     offset_N = (position_RT % page_size).reshape(-1)
     new_NX = to_stored(new_NX, pages_PZX.dtype)
     return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
@@ -81,7 +98,8 @@ def attend(
     num_rows, block, num_heads, head_dim = q_RTHE.shape
     page_size, num_kv_heads = k_PZX.shape[1], k_PZX.shape[2] // head_dim
     group = num_heads // num_kv_heads
-    table_size = rows.table_RM.shape[1]
+    table_RM = rows.table_of("full" if window is None else "sliding")
+    table_size = table_RM.shape[1]
 
     # Entries [first, end) of its table are what a row reads.
     end_R = jnp.minimum((rows.start_R + block - 1) // page_size + 1, table_size)
@@ -98,8 +116,9 @@ def attend(
 
     def add_chunk(chunk: jax.Array | int, softmax: Softmax) -> Softmax:
         index_RC = first_R[:, None] + chunk * chunk_pages + jnp.arange(chunk_pages)
-        k_BSE = _read(k_PZX, rows, index_RC, head_dim)
-        v_BSE = _read(v_PZX, rows, index_RC, head_dim)
+        page_RC = jnp.take_along_axis(table_RM, index_RC, axis=1, mode="clip")
+        k_BSE = _read(k_PZX, page_RC, head_dim)
+        v_BSE = _read(v_PZX, page_RC, head_dim)
         key_RS = (index_RC[:, :, None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
         distance_RQS = position_RQ[:, :, None] - key_RS[:, None, :]
         visible_RQS = distance_RQS >= 0
@@ -120,9 +139,8 @@ def attend(
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
 
 
-def _read(pages_PZX: jax.Array, rows: PagedRows, index_RC: jax.Array, head_dim: int) -> jax.Array:
-    """Gather pages by table entry as [B, S, E]; entries past the table repeat its last."""
-    page_RC = jnp.take_along_axis(rows.table_RM, index_RC, axis=1, mode="clip")
+def _read(pages_PZX: jax.Array, page_RC: jax.Array, head_dim: int) -> jax.Array:
+    """Gather pages as [B, S, E]."""
     values_RCZX = from_stored(pages_PZX.at[page_RC].get(mode="promise_in_bounds"))
     num_rows, num_kv_heads = page_RC.shape[0], pages_PZX.shape[2] // head_dim
     values_RSKE = values_RCZX.reshape(num_rows, -1, num_kv_heads, head_dim)

@@ -97,10 +97,10 @@ class ModelConfig:
     def max_head_dim(self) -> int:
         return max(layer.head_dim for layer in self.layers)
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Numbers that one token stores, K and V of all owners."""
+    def kv_values_per_token(self, kind: AttentionKind) -> int:
+        """Return how many numbers one token stores, K and V of all owners of a kind."""
         return sum(
             2 * layer.num_kv_heads * layer.head_dim
             for layer in (self.layers[i] for i in self.kv_owners)
+            if layer.kind == kind
         )

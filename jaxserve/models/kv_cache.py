@@ -1,7 +1,8 @@
 """The device's stored keys and values: one K and one V array for each layer that owns a cache.
 
 Never stacked over layers and never interleaved, so that a donated step updates each in place
-(docs/decisions/0007).
+(docs/decisions/0007). Full-attention layers have pages of one kind, sliding layers of another, with
+numbers of their own.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.config import AttentionKind, ModelConfig
 
 
 @jax.tree_util.register_dataclass
@@ -19,11 +20,15 @@ from jaxserve.models.config import ModelConfig
 class KVCache:
     """Pages of all owning layers, in the order of `ModelConfig.kv_owners`.
 
-    Each array is [P pages, Z page size, K·E], of the stored dtype.
+    Each array is [P pages, Z page size, K·E], of the stored dtype; P depends on the layer's kind.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
+
+
+COPY_FIELDS = 4
+"""Numbers of a copy: source and destination of a full page, then of a sliding one."""
 
 
 def stored_dtype(dtype: str, *, is_accelerator: bool) -> DTypeLike:
@@ -35,28 +40,39 @@ def stored_dtype(dtype: str, *, is_accelerator: bool) -> DTypeLike:
     return jnp.uint16 if dtype == "bfloat16" and not is_accelerator else dtype
 
 
-def make_cache(config: ModelConfig, *, num_pages: int, page_size: int, dtype: DTypeLike) -> KVCache:
+def make_cache(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    num_sliding_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+) -> KVCache:
     """Return an empty cache; `dtype` is the stored one."""
+    count: dict[AttentionKind, int] = {"full": num_pages, "sliding": num_sliding_pages}
 
     def pages() -> tuple[jax.Array, ...]:
         owners = (config.layers[i] for i in config.kv_owners)
         return tuple(
-            jnp.zeros((num_pages, page_size, layer.num_kv_heads * layer.head_dim), dtype)
+            jnp.zeros((count[layer.kind], page_size, layer.num_kv_heads * layer.head_dim), dtype)
             for layer in owners
         )
 
     return KVCache(k=pages(), v=pages())
 
 
-def copy_pages(cache: KVCache, pairs_N2: jax.Array) -> KVCache:
-    """Return the cache with pages copied, source to destination; no page is both."""
-    source_N, target_N = pairs_N2[:, 0], pairs_N2[:, 1]
+def copy_pages(cache: KVCache, config: ModelConfig, copies_N4: jax.Array) -> KVCache:
+    """Return the cache with pages of both kinds copied: all are read before any is written."""
+    pairs: dict[AttentionKind, jax.Array] = {"full": copies_N4[:, :2], "sliding": copies_N4[:, 2:]}
 
-    def copy(pages_PZX: jax.Array) -> jax.Array:
+    def copy(owner: int, pages_PZX: jax.Array) -> jax.Array:
+        source_N, target_N = pairs[config.layers[owner].kind].T
         copied_NZX = pages_PZX.at[source_N].get(mode="promise_in_bounds")
         return pages_PZX.at[target_N].set(copied_NZX, mode="promise_in_bounds")
 
-    return KVCache(k=tuple(map(copy, cache.k)), v=tuple(map(copy, cache.v)))
+    return KVCache(
+        k=tuple(map(copy, config.kv_owners, cache.k)), v=tuple(map(copy, config.kv_owners, cache.v))
+    )
 
 
 def to_stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -119,8 +119,8 @@ def decoder_layer(
         q_NHE = apply_rope(norm(q_NHE, q_norm_E, eps), rope) * config.attention_scale
         if writes:
             k_NX, v_NX = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
-            k_PZX = write_pages(k_PZX, k_NX, rows)
-            v_PZX = write_pages(v_PZX, v_NX, rows)
+            k_PZX = write_pages(k_PZX, k_NX, rows, layer.kind)
+            v_PZX = write_pages(v_PZX, v_NX, rows, layer.kind)
         num_real = rows.table_RM.shape[0] * rows.block
         out_RTHE = attend(
             q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, head_dim),

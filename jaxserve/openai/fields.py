@@ -18,6 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import orjson
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
+from jaxserve.logs import MAX_REQUEST_ID_CHARS, REQUEST_ID, is_request_id
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -31,16 +32,6 @@ MAX_DEPTH = 64
 _TOKEN_ID = re.compile(r"(?:0|[1-9][0-9]{0,8})")
 _MAX_TOKEN_ID = 999_999_999
 
-MAX_REQUEST_ID_CHARS = 128
-_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}")
-
-_ESCAPE = re.compile(
-    rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
-    rb"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
-    rb"|\\.",
-    re.DOTALL,
-)
-
 
 class Reader(Protocol[T_co]):
     """Turns the JSON value found at `path` into a typed one, or raises InvalidRequestError."""
@@ -49,27 +40,6 @@ class Reader(Protocol[T_co]):
 
     def schema(self) -> Schema:
         """Return the JSON Schema of what it takes."""
-
-
-def decode_json(body: bytes) -> object:
-    """Decode a request body.
-
-    Escaped lone surrogates become U+FFFD: refused, they would stay in a chat's history for ever.
-    orjson itself refuses a byte order mark, NaN and nesting deeper than about 1,000 levels.
-    """
-    try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        repaired = _ESCAPE.sub(lambda m: rb"\ufffd" if m["lone"] else m[0], body)
-        if repaired != body:
-            try:
-                return orjson.loads(repaired)
-            except orjson.JSONDecodeError:
-                pass
-        raise InvalidRequestError(
-            f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno}).",
-            code="invalid_json",
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +166,9 @@ class RequestId:
     def schema(self) -> Schema:
         return {
             "type": "string",
-            "pattern": f"^{_REQUEST_ID.pattern}$",
+            "pattern": f"^{REQUEST_ID.pattern}$",
             "maxLength": MAX_REQUEST_ID_CHARS,
         }
-
-
-def is_request_id(text: str) -> bool:
-    """Tell whether a text may stand as a request's id in a header and in the log."""
-    return _REQUEST_ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,12 +245,19 @@ class TokenIds:
     max_items: int | None = None
 
     def __call__(self, value: object, path: str) -> tuple[int, ...]:
-        # One pass for the usual case: an id list may hold a whole context.
-        if isinstance(value, list) and value and set(map(type, value)) == {int}:
-            is_short = self.max_items is None or len(value) <= self.max_items
-            if is_short and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID:
-                return tuple(value)
-        return self._list()(value, path)
+        # An id list may hold a whole context: one pass where it is right, and no path for each id.
+        if (
+            not isinstance(value, list)
+            or len(value) < self.min_items
+            or (self.max_items is not None and len(value) > self.max_items)
+            or not value
+        ):
+            return self._list()(value, path)
+        if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _MAX_TOKEN_ID:
+            return tuple(value)
+        is_right = [type(entry) is int and 0 <= entry <= _MAX_TOKEN_ID for entry in value]
+        wrong = is_right.index(False)
+        return (Integer(0, _MAX_TOKEN_ID)(value[wrong], f"{path}[{wrong}]"),)
 
     def schema(self) -> Schema:
         return self._list().schema()
@@ -499,6 +471,8 @@ def _show(value: object) -> str:
         return "an object"
     if isinstance(value, list):
         return "a list"
+    if isinstance(value, str):
+        value = value[:60]  # of millions, perhaps
     shown = orjson.dumps(value).decode()
     return shown if len(shown) <= 60 else f"{shown[:60]}…"
 

@@ -24,9 +24,10 @@ from jaxserve.openai.fields import (
 from jaxserve.openai.tool_calls import CALL_ID, TOOL_CALLS, ToolCall, pair_results
 from jaxserve.openai.tools import TOOLS, Tool
 
-# Longer lists keep the event loop from everybody's streams.
+# More keep the event loop from everybody's streams.
 MAX_MESSAGES = 8192
-MAX_PARTS = 1024
+"""Messages of one request, their parts and their calls, together."""
+
 MAX_TEMPLATE_CHARS = 1 << 17
 
 THINKING = "enable_thinking"
@@ -62,6 +63,11 @@ class Message:
         if self.call_id is not None:
             message["tool_call_id"] = self.call_id
         return message
+
+    @property
+    def num_parts(self) -> int:
+        """Count its parts; a plain text is one."""
+        return 1 if isinstance(self.content, str) else len(self.content)
 
     @property
     def text(self) -> str:
@@ -124,7 +130,7 @@ class _Part:
 class _Content:
     """A string, or a list of parts with text."""
 
-    _parts = ListOf(_Part(), max_items=MAX_PARTS)
+    _parts = ListOf(_Part(), max_items=MAX_MESSAGES)
 
     def __call__(self, value: object, path: str) -> str | tuple[str, ...]:
         if isinstance(value, list):
@@ -160,6 +166,28 @@ class _Message:
     def schema(self) -> dict[str, object]:
         kinds = ("user", "assistant", "tool")
         return {"anyOf": [Object(_FIELDS_OF[kind]).schema() for kind in kinds]}
+
+
+class _Messages:
+    """All messages; they, their parts and their calls are counted before any is read."""
+
+    _list = ListOf(_Message(), min_items=1, max_items=MAX_MESSAGES)
+
+    def __call__(self, value: object, path: str) -> tuple[Message, ...]:
+        if isinstance(value, list) and len(value) <= MAX_MESSAGES:
+            messages = [message for message in value if isinstance(message, dict)]
+            lists = [message.get(key) for message in messages for key in ("content", "tool_calls")]
+            count = len(value) + sum(len(each) for each in lists if isinstance(each, list))
+            if count > MAX_MESSAGES:
+                raise InvalidRequestError(
+                    f"{path} holds {count} messages, parts and calls; at most {MAX_MESSAGES} are"
+                    " read.",
+                    param=path,
+                )
+        return self._list(value, path)
+
+    def schema(self) -> dict[str, object]:
+        return self._list.schema()
 
 
 class _TemplateVariables:
@@ -232,9 +260,9 @@ _FIELDS_OF = dict.fromkeys(_PLAIN_ROLES, _PLAIN_FIELDS) | {
 
 _MESSAGES: Field[tuple[Message, ...]] = Field(
     "messages",
-    ListOf(_Message(), min_items=1, max_items=MAX_MESSAGES),
+    _Messages(),
     (),
-    "the conversation so far",
+    f"the conversation so far; with their parts and calls at most {MAX_MESSAGES}",
     required=True,
 )
 _ADD_GENERATION_PROMPT: Field[bool | None] = Field(

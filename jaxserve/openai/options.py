@@ -29,7 +29,12 @@ from jaxserve.openai.fields import (
 )
 from jaxserve.types import MAX_BAD_WORDS, MAX_LOGPROBS
 
-MAX_CHOICES = 128
+MAX_SEQUENCES = 128
+"""Sequences of one request: its prompts times n."""
+
+MAX_TEXT_CHARS = 1 << 20
+"""Characters of a text that are tokenized in any case; more only where a context may hold them."""
+
 # Longer lists and strings keep the event loop from everybody's streams.
 MAX_STOP_CHARS = 1024
 MAX_STOPS = 16
@@ -116,14 +121,17 @@ class GenerationOptions:
 
 _INCLUDE_USAGE = Field("include_usage", Boolean(), False, "end in a chunk with the usage")
 _CONTINUOUS_USAGE = Field(
-    "continuous_usage_stats", Boolean(), False, "give the usage so far in every chunk"
+    "continuous_usage_stats",
+    Boolean(),
+    False,
+    "give the usage so far in every chunk; only with include_usage",
 )
 _STREAM_OPTION_FIELDS = table(
     (_INCLUDE_USAGE, _CONTINUOUS_USAGE, Field("include_obfuscation", Neutral((False,)), None))
 )
 
 MODEL: Field[str | None] = Field("model", Name(), None, "the served model's name; may be left out")
-N = Field("n", Integer(1, MAX_CHOICES), 1, "answers to each prompt")
+N = Field("n", Integer(1, MAX_SEQUENCES), 1, "answers to each prompt")
 
 _MIN_TOKENS = Field(
     "min_tokens", Integer(0, LARGEST_BUDGET), 0, "least tokens to generate before any stop counts"
@@ -202,7 +210,11 @@ _PRIORITY = Field(
 )
 _STREAM = Field("stream", Boolean(), False, "answer as server-sent events")
 _STREAM_OPTIONS: Field[Values | None] = Field(
-    "stream_options", Object(_STREAM_OPTION_FIELDS), None, "only where stream is true"
+    "stream_options",
+    Object(_STREAM_OPTION_FIELDS),
+    None,
+    "only where stream is true; include_usage: end in a chunk with the usage;"
+    " continuous_usage_stats: with include_usage, give the usage so far in every chunk",
 )
 _IGNORE_EOS = Field("ignore_eos", Boolean(), False, "go on after the model's end ids")
 _RETURN_TOKEN_IDS = Field("return_token_ids", Boolean(), False, "tell the ids of prompt and answer")
@@ -336,6 +348,7 @@ def read_options(
             param="truncate_prompt_tokens",
         )
     top_k = values[_TOP_K]
+    tells_usage = stream_options is not None and stream_options[_INCLUDE_USAGE]
     return GenerationOptions(
         model=values[MODEL],
         request_id=values[_REQUEST_ID],
@@ -359,8 +372,11 @@ def read_options(
         n=values[N],
         priority=values[_PRIORITY],
         stream=stream,
-        include_usage=stream_options is not None and stream_options[_INCLUDE_USAGE],
-        continuous_usage=stream_options is not None and stream_options[_CONTINUOUS_USAGE],
+        include_usage=tells_usage,
+        # As vLLM has it: usage in chunks only where it ends the stream as well.
+        continuous_usage=stream_options is not None
+        and tells_usage
+        and stream_options[_CONTINUOUS_USAGE],
         ignore_eos=values[_IGNORE_EOS],
         return_token_ids=values[_RETURN_TOKEN_IDS],
         tokens_as_ids=values[_TOKENS_AS_IDS],

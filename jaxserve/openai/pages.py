@@ -1,16 +1,19 @@
 """The API's pages, made from the field tables: /openapi.json, and docs/api.md for readers."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import cast
 
 import orjson
 
 from jaxserve.openai.fields import Field, FieldTable, Inert, Neutral, Schema, object_schema
+from jaxserve.openai.options import MAX_TEXT_CHARS
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
+    FLUSH_FIELDS,
+    RELEASE_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
 )
@@ -18,11 +21,12 @@ from jaxserve.openai.requests import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Endpoint:
-    """A path with what it takes: one of several tables; none: it takes no body."""
+    """A path with what it takes: one of several tables; none: it takes no body, and is a GET."""
 
     path: str
     about: str
     tables: tuple[FieldTable, ...] = ()
+    is_like: tuple[str, ...] = ()  # whose fields these are
     streams: bool = False
 
     @property
@@ -47,6 +51,7 @@ _ENDPOINTS = (
         path="/v1/chat/completions/render",
         about="Tell the prompt that a chat completion request would become: `prompt`, `token_ids`.",
         tables=(CHAT_FIELDS,),
+        is_like=("/v1/chat/completions",),
     ),
     _Endpoint(
         path="/tokenize",
@@ -58,6 +63,25 @@ _ENDPOINTS = (
         path="/detokenize",
         about="Tell the text of some ids, control tokens included: `prompt`.",
         tables=(DETOKENIZE_FIELDS,),
+    ),
+    _Endpoint(
+        path="/v1/cache/explain",
+        about="Tell, without running it, what is cached of a generation request's prompt:"
+        " `prompt_tokens`, `matched_tokens` and, unless all of it is, `first_difference`:"
+        " `position`, `token_id`, `text`, `context_before`, `cached_alternatives`.",
+        tables=(CHAT_FIELDS, COMPLETION_FIELDS),
+        is_like=("/v1/chat/completions", "/v1/completions"),
+    ),
+    _Endpoint(
+        path="/v1/cache/release",
+        about="Drop what only one session has in the cache: `pages` is how many became free.",
+        tables=(RELEASE_FIELDS,),
+    ),
+    _Endpoint(
+        path="/v1/cache/flush",
+        about="Drop every cached prefix that no request uses: `pages` is how many became free."
+        " The body may be empty.",
+        tables=(FLUSH_FIELDS,),
     ),
     _Endpoint(path="/v1/models", about="List the one model."),
     _Endpoint(path="/v1/models/{id}", about="Describe the one model."),
@@ -86,14 +110,26 @@ _ERROR_SCHEMA: Schema = {
 }
 
 
-def openapi_document(version: str) -> Schema:
-    """Return the API as an OpenAPI 3.1 document."""
-    return {
+def openapi_document(version: str, *, open_paths: Collection[str] | None = None) -> Schema:
+    """Return the API as an OpenAPI 3.1 document.
+
+    Where keys are in use, `open_paths` are those that need none.
+    """
+    paths = {end.path: {end.method: _operation(end)} for end in _ENDPOINTS}
+    components: Schema = {"schemas": {"Error": _ERROR_SCHEMA}}
+    document: Schema = {
         "openapi": "3.1.0",
         "info": {"title": "jaxserve", "version": version},
-        "paths": {end.path: {end.method: _operation(end)} for end in _ENDPOINTS},
-        "components": {"schemas": {"Error": _ERROR_SCHEMA}},
+        "paths": paths,
+        "components": components,
     }
+    if open_paths is not None:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+        for end in _ENDPOINTS:
+            if end.path in open_paths:
+                paths[end.path][end.method]["security"] = []
+    return document
 
 
 def api_page() -> str:
@@ -123,7 +159,7 @@ def _operation(end: _Endpoint) -> Schema:
         schemas = [object_schema(fields) for fields in end.tables]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
         body = {"application/json": {"schema": schema}}
-        operation["requestBody"] = {"required": True, "content": body}
+        operation["requestBody"] = {"required": end.tables != (FLUSH_FIELDS,), "content": body}
     return operation
 
 
@@ -134,16 +170,24 @@ def _page_lines() -> Iterator[str]:
     yield "`null` is as good as absent. An unknown field is refused with 400, and so is every value"
     yield "outside of what is given here, in the form of [errors.md](errors.md). The endpoints are"
     yield "OpenAI's and vLLM's."
+    yield ""
+    yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
+    yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
+    yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
+    yield ""
+    yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md)."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"
         yield ""
         yield end.about
-        if end.tables == (CHAT_FIELDS,) and not end.streams:
+        if end.is_like:
             yield ""
-            yield "The fields are those of `/v1/chat/completions`."
+            yield (
+                "The fields are those of " + " or ".join(f"`{path}`" for path in end.is_like) + "."
+            )
             continue
-        for fields in end.tables:
+        for fields in filter(None, end.tables):
             yield from _table_lines(fields)
 
 

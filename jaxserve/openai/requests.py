@@ -13,19 +13,20 @@ from jaxserve.openai.fields import (
     Inert,
     Integer,
     ListOf,
+    Name,
     Neutral,
     Schema,
     Text,
     TokenIds,
     Values,
-    decode_json,
     read_object,
     table,
 )
+from jaxserve.openai.json_body import decode_json
 from jaxserve.openai.messages import CONVERSATION_FIELDS, Conversation, read_conversation
 from jaxserve.openai.options import (
     LARGEST_BUDGET,
-    MAX_CHOICES,
+    MAX_SEQUENCES,
     MODEL,
     OPTION_FIELDS,
     GenerationOptions,
@@ -36,8 +37,8 @@ from jaxserve.openai.tool_calls import keep_exact_arguments
 from jaxserve.openai.tools import CHOICE_FIELDS, ToolUse, read_tool_use
 from jaxserve.types import MAX_LOGPROBS
 
-# More keep the event loop from everybody's streams.
-MAX_PROMPTS = 1024
+MAX_TOKEN_IDS = 1 << 19
+"""Ids of one request: more than any context holds, fewer than keep the event loop from streams."""
 
 Prompt = str | tuple[int, ...]
 """A prompt is text to tokenize, or token ids taken as they are."""
@@ -91,27 +92,36 @@ class DetokenizeRequest:
     tokens: tuple[int, ...]
 
 
-class _Prompts:
-    """A text, a list of token ids, or a list of either."""
-
-    def __call__(self, value: object, path: str) -> tuple[Prompt, ...]:
-        if isinstance(value, list) and not (value and type(value[0]) is int):
-            return ListOf(_Prompt(), min_items=1, max_items=MAX_PROMPTS)(value, path)
-        return (_Prompt()(value, path),)
-
-    def schema(self) -> Schema:
-        many = ListOf(_Prompt(), min_items=1, max_items=MAX_PROMPTS).schema()
-        return {"anyOf": [Text().schema(), TokenIds(1).schema(), many]}
+_PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
 
 
 class _Prompt:
     """A text, or a list of token ids."""
 
     def __call__(self, value: object, path: str) -> Prompt:
-        return TokenIds(1)(value, path) if isinstance(value, list) else Text()(value, path)
+        return _PROMPT_IDS(value, path) if isinstance(value, list) else Text()(value, path)
 
     def schema(self) -> Schema:
-        return {"anyOf": [Text().schema(), TokenIds(1).schema()]}
+        return {"anyOf": [Text().schema(), _PROMPT_IDS.schema()]}
+
+
+class _Prompts:
+    """A text, a list of token ids, or a list of either."""
+
+    _many = ListOf(_Prompt(), min_items=1, max_items=MAX_SEQUENCES)
+
+    def __call__(self, value: object, path: str) -> tuple[Prompt, ...]:
+        if not isinstance(value, list) or (value and type(value[0]) is int):
+            return (_Prompt()(value, path),)
+        num_ids = sum(len(each) for each in value if isinstance(each, list))
+        if num_ids > MAX_TOKEN_IDS:
+            raise InvalidRequestError(
+                f"{path} holds {num_ids} token ids; at most {MAX_TOKEN_IDS} are read.", param=path
+            )
+        return self._many(value, path)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [Text().schema(), _PROMPT_IDS.schema(), self._many.schema()]}
 
 
 _CHAT_MAX_TOKENS: Field[int | None] = Field(
@@ -124,7 +134,7 @@ _MAX_COMPLETION_TOKENS: Field[int | None] = Field(
     "max_completion_tokens", _CHAT_MAX_TOKENS.read, None, "the newer name of max_tokens"
 )
 _CHAT_ECHO = Field(
-    "echo", Boolean(), False, "let the text of the model's message that is continued come first"
+    "echo", Boolean(), False, "let the text of the last message come first, where it is the model's"
 )
 _CHAT_LOGPROBS = Field(
     "logprobs", Boolean(), False, "tell the log-probabilities of the answer's tokens"
@@ -168,7 +178,11 @@ CHAT_FIELDS = table(
 )
 
 _PROMPT: Field[tuple[Prompt, ...]] = Field(
-    "prompt", _Prompts(), (), "a text, token ids, or a list of either", required=True
+    "prompt",
+    _Prompts(),
+    (),
+    f"a text, token ids, or a list of either; prompts times n: at most {MAX_SEQUENCES}",
+    required=True,
 )
 _MAX_TOKENS: Field[int | None] = Field(
     "max_tokens",
@@ -180,7 +194,9 @@ _ECHO = Field("echo", Boolean(), False, "let the prompt's text precede the answe
 _ADD_SPECIAL_TOKENS = Field(
     "add_special_tokens", Boolean(), True, "let a text begin with the model's first token"
 )
-_BEST_OF: Field[int | None] = Field("best_of", Integer(1, MAX_CHOICES), None, "only the value of n")
+_BEST_OF: Field[int | None] = Field(
+    "best_of", Integer(1, MAX_SEQUENCES), None, "only the value of n"
+)
 _LOGPROBS: Field[int | None] = Field(
     "logprobs",
     Integer(0, MAX_LOGPROBS),
@@ -208,14 +224,25 @@ _RETURN_TOKEN_STRS = Field(
 TOKENIZE_FIELDS = table((MODEL, _TEXT, _ADD_SPECIAL_TOKENS, _RETURN_TOKEN_STRS))
 TOKENIZE_CHAT_FIELDS = table((MODEL, *CONVERSATION_FIELDS, _RETURN_TOKEN_STRS))
 
-_TOKENS: Field[tuple[int, ...]] = Field("tokens", TokenIds(), (), "the ids", required=True)
+_TOKENS: Field[tuple[int, ...]] = Field(
+    "tokens", TokenIds(0, MAX_TOKEN_IDS), (), "the ids", required=True
+)
 DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
+
+
+_SESSION = Field(
+    "session", Name(), "", "a session's name: its prompt_cache_key or X-Session-ID", required=True
+)
+RELEASE_FIELDS = table((_SESSION,))
+FLUSH_FIELDS = table(())
 
 
 def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     """Read the body of a chat completion request; raises InvalidRequestError naming the field."""
-    value = decode_json(body)
-    keep_exact_arguments(value, body)
+    return _chat_completion(_decoded(body))
+
+
+def _chat_completion(value: object) -> ChatCompletionRequest:
     values = read_object(value, "", CHAT_FIELDS)
     max_tokens, newer = values[_CHAT_MAX_TOKENS], values[_MAX_COMPLETION_TOKENS]
     if max_tokens is not None and newer is not None and max_tokens != newer:
@@ -256,18 +283,27 @@ def _read_thought_budget(values: Values, options: GenerationOptions) -> int | No
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Read the body of a completion request; raises InvalidRequestError naming the field."""
-    values = read_object(decode_json(body), "", COMPLETION_FIELDS)
+    return _completion(decode_json(body))
+
+
+def _completion(value: object) -> CompletionRequest:
+    values = read_object(value, "", COMPLETION_FIELDS)
     best_of, n = values[_BEST_OF], values[N]
     if best_of is not None and best_of != n:
         raise UnsupportedFieldError(
             f"best_of={best_of} is not supported by this server unless it equals n={n}.",
             param="best_of",
         )
+    prompts = values[_PROMPT]
+    if len(prompts) * n > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts times n={n} exceed {MAX_SEQUENCES} sequences.", param="n"
+        )
     max_tokens = values[_MAX_TOKENS]
     if max_tokens == 0 and not values[_ECHO]:
         raise InvalidRequestError("max_tokens may be 0 only with echo.", param="max_tokens")
     return CompletionRequest(
-        prompts=values[_PROMPT],
+        prompts=prompts,
         add_special_tokens=values[_ADD_SPECIAL_TOKENS],
         options=read_options(
             values, max_tokens=max_tokens, logprobs=values[_LOGPROBS], echo=values[_ECHO]
@@ -278,9 +314,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Read the body of a tokenize request; raises InvalidRequestError naming the field."""
     value = decode_json(body)
-    is_chat = isinstance(value, dict) and "messages" in value
-    if is_chat:
-        keep_exact_arguments(value, body)
+    value = _decoded(body)
+    is_chat = _is_chat(value)
     fields: FieldTable = TOKENIZE_CHAT_FIELDS if is_chat else TOKENIZE_FIELDS
     values = read_object(value, "", fields)
     return TokenizeRequest(
@@ -295,3 +330,40 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     """Read the body of a detokenize request; raises InvalidRequestError naming the field."""
     values: Values = read_object(decode_json(body), "", DETOKENIZE_FIELDS)
     return DetokenizeRequest(model=values[MODEL], tokens=values[_TOKENS])
+
+
+def parse_explain(body: bytes) -> ChatCompletionRequest | CompletionRequest:
+    """Read the body of either generation request; a completion's must have one prompt."""
+    value = _decoded(body)
+    if _is_chat(value):
+        return _chat_completion(value)
+    request = _completion(value)
+    if len(request.prompts) > 1:
+        raise InvalidRequestError(
+            f"prompt must be one, not {len(request.prompts)}, to be explained.", param="prompt"
+        )
+    return request
+
+
+def parse_release(body: bytes) -> str:
+    """Read the body of a release; gives the session's name."""
+    values: Values = read_object(decode_json(body), "", RELEASE_FIELDS)
+    return values[_SESSION]
+
+
+def parse_flush(body: bytes) -> None:
+    """Read the body of a flush, which may be empty and says nothing."""
+    if body:
+        read_object(decode_json(body), "", FLUSH_FIELDS)
+
+
+def _decoded(body: bytes) -> object:
+    """Decode a body that may be a chat's; its calls' arguments stay as they were written."""
+    value = decode_json(body)
+    if _is_chat(value):
+        keep_exact_arguments(value, body)
+    return value
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, dict) and "messages" in value

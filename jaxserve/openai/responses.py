@@ -14,30 +14,14 @@ import orjson
 
 from jaxserve.errors import ApiError
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
+from jaxserve.openai.usage import Timings, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 STREAM_END = b"data: [DONE]\n\n"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one request: each prompt once however many choices it has, end ids counted."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int = 0
-
-    def to_wire(self) -> dict[str, object]:
-        """Give OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-        }
+_MAX_MESSAGE_CHARS = 2048
+_MAX_PARAM_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +50,19 @@ class Choice:
 class Answer(ABC):
     """Writes one request's answer, whole or in chunks; choice i belongs to prompt i // n.
 
+    Attributes:
+        prompt_param: the request's field that holds the prompts.
+        default_max_tokens: OpenAI's budget of a request that names none; None: all of the context.
+        tells_echo: an echoed prompt's tokens are told with the answer's.
+
     Args:
         prompts: the prompts' token ids, written where `return_token_ids`.
     """
 
+    prompt_param: ClassVar[str]
+    default_max_tokens: ClassVar[int | None]
+    tells_echo: ClassVar[bool]
+    id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     _text_head: ClassVar[bytes]
@@ -78,14 +71,14 @@ class Answer(ABC):
     def __init__(
         self,
         *,
-        id: str,
+        request_id: str,
         created: int,
         model: str,
         prompts: Sequence[tuple[int, ...]],
         n: int,
         return_token_ids: bool,
     ) -> None:
-        self._meta = {"id": id, "created": created, "model": model}
+        self._meta = {"id": self.id_prefix + request_id, "created": created, "model": model}
         self._prompts = prompts
         self._n = n
         self._return_token_ids = return_token_ids
@@ -153,9 +146,11 @@ class Answer(ABC):
         finish_reason: FinishReason,
         stop_reason: str | int | None,
         usage: Usage | None,
+        *,
         details: Mapping[str, object],
+        timings: Timings | None = None,
     ) -> bytes:
-        """Close a choice; `details` say what cut it."""
+        """Close a choice; `details` say what cut it; `timings`: only the end comes after it."""
         choice = {
             "index": index,
             **self._wire_finish(),
@@ -164,13 +159,13 @@ class Answer(ABC):
             "stop_reason": stop_reason,
             **details,
         }
-        return self._chunk({"choices": [choice]}, usage)
+        return self._chunk({"choices": [choice]}, usage, timings)
 
-    def usage_chunk(self, usage: Usage) -> bytes:
+    def usage_chunk(self, usage: Usage, timings: Timings) -> bytes:
         """Report the usage; comes last before the end, with no choices."""
-        return self._chunk({"choices": []}, usage)
+        return self._chunk({"choices": []}, usage, timings)
 
-    def body(self, choices: Sequence[Choice], usage: Usage) -> bytes:
+    def body(self, choices: Sequence[Choice], usage: Usage, timings: Timings) -> bytes:
         """Write the whole answer; `choices` in order of their index."""
         return orjson.dumps(
             {
@@ -178,15 +173,20 @@ class Answer(ABC):
                 **self._meta,
                 "choices": [self._wire_choice(choice) for choice in choices],
                 "usage": usage.to_wire(),
+                "timings": timings.to_wire(),
                 **self._prompt_of_answer(),
                 **self._scores_of_answer(choices),
             }
         )
 
-    def _chunk(self, fields: Mapping[str, object], usage: Usage | None) -> bytes:
+    def _chunk(
+        self, fields: Mapping[str, object], usage: Usage | None, timings: Timings | None = None
+    ) -> bytes:
         chunk = {"object": self.chunk_object, **self._meta, **fields}
         if usage is not None:
             chunk["usage"] = usage.to_wire()
+        if timings is not None:
+            chunk["timings"] = timings.to_wire()
         return b"data: " + orjson.dumps(chunk) + b"\n\n"
 
     def _prompt_of_answer(self) -> dict[str, object]:
@@ -202,6 +202,10 @@ class Answer(ABC):
 class ChatAnswer(Answer):
     """Writes chat completions."""
 
+    prompt_param = "messages"
+    default_max_tokens = None
+    tells_echo = False
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     _text_head = b'[{"index":%d,"delta":{"content":'
@@ -251,6 +255,10 @@ class ChatAnswer(Answer):
 class CompletionAnswer(Answer):
     """Writes completions."""
 
+    prompt_param = "prompt"
+    default_max_tokens = 16
+    tells_echo = True
+    id_prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
     _text_head = b'[{"index":%d,"text":'
@@ -300,13 +308,16 @@ class CompletionAnswer(Answer):
 
 
 def error_body(error: ApiError) -> bytes:
-    """Write an error; the shape is the same in a body and in a stream."""
+    """Write an error; the shape is the same in a body and in a stream.
+
+    What a message or a path quotes of the request may be as long as that.
+    """
     return orjson.dumps(
         {
             "error": {
-                "message": error.message,
+                "message": error.message[:_MAX_MESSAGE_CHARS],
                 "type": error.type,
-                "param": error.param,
+                "param": error.param and error.param[:_MAX_PARAM_CHARS],
                 "code": error.code,
             }
         }

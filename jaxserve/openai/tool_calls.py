@@ -5,7 +5,6 @@ that the next prompt spells them as the model did.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -26,18 +25,12 @@ from jaxserve.openai.fields import (
     read_object,
     table,
 )
+from jaxserve.openai.json_body import repair_surrogates
 from jaxserve.openai.tools import ToolName
 
 # Of one message.
 MAX_CALLS = 128
 MAX_ID_CHARS = 256
-
-_ESCAPE = re.compile(
-    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a pair: one character
-    r"|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
-    r"|\\.",
-    re.DOTALL,
-)
 
 
 class ExactFloat(float):
@@ -76,9 +69,9 @@ def decode_arguments(text: str) -> object:
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
-    text = _ESCAPE.sub(lambda found: "\\ufffd" if found["lone"] else found[0], text)
+    repaired = repair_surrogates(text.encode())
     try:
-        return json.loads(text, parse_float=ExactFloat, parse_constant=refuse)
+        return json.loads(repaired, parse_float=ExactFloat, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

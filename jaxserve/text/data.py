@@ -22,8 +22,12 @@ _PRIVATE = range(0xE000, 0xF900)
 _USED = re.compile("[\ue000-\uf8ff]|\\\\u([ef][0-9a-f]{3})")
 
 
-def render_data(data: Any, render: Render, tokenizer: Tokenizer) -> tuple[str, list[int]]:
+def render_data(
+    data: Any, render: Render, tokenizer: Tokenizer, check: Callable[[str], object]
+) -> tuple[str, list[int]]:
     """Return the text that `render` makes of the data, and its ids, which begin with a BOS.
+
+    `check` gets the text before it is tokenized, and may refuse it.
 
     Raises:
         InvalidRequestError: the data leaves no character to stand in for another.
@@ -31,6 +35,7 @@ def render_data(data: Any, render: Render, tokenizer: Tokenizer) -> tuple[str, l
     strings = list(_strings(data))
     if not _may_spell_control(strings, tokenizer):
         text = render(data)
+        check(text)
         return text, tokenizer.encode(text, add_special_tokens=True)
     hidden = _stand_ins(strings, tokenizer)
     text = render(_translated(data, str.maketrans(hidden)))
@@ -38,8 +43,9 @@ def render_data(data: Any, render: Render, tokenizer: Tokenizer) -> tuple[str, l
     for stand_in in hidden.values():
         text = text.replace(_escape(stand_in), stand_in)
     shown = {ord(stand_in): original for original, stand_in in hidden.items()}
-    ids = tokenizer.encode(text, add_special_tokens=True, stand_ins=shown)
-    return text.translate(shown), ids
+    shown_text = text.translate(shown)
+    check(shown_text)
+    return shown_text, tokenizer.encode(text, add_special_tokens=True, stand_ins=shown)
 
 
 def _may_spell_control(strings: Sequence[str], tokenizer: Tokenizer) -> bool:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
@@ -42,6 +43,7 @@ class Tokenizer:
         control_beginnings: what such a spelling can begin with, short of all of it.
         pieces: by id, the text that a token stands for, or the byte, where it stands for one.
         vocab_size: one more than the largest id.
+        longest_piece: characters of a text that become one token, at most; None: there is no bound.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, bos_token: str) -> None:
@@ -84,6 +86,8 @@ class Tokenizer:
             token_id: _piece(token) for token, token_id in vocabulary.items()
         } | {token_id: _piece(token.content) for token_id, token in added.items()}
         self.vocab_size = max(self.pieces) + 1
+        longest = max(map(len, (*vocabulary, *(token.content for token in added.values()))))
+        self.longest_piece = longest if self._keeps_characters() else None
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -123,6 +127,29 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    def _keeps_characters(self) -> bool:
+        """Tell whether each character of a text stays one until it is in a piece of its own length.
+
+        Normalizers may drop some, unknown ones may be fused to one token, and added tokens may
+        take the blanks around them.
+        """
+        tokenizer, model = self._tokenizer, self._tokenizer.model
+        known = set(self.pieces.values())
+        has_all_bytes = all(
+            byte in known or (byte < 0x80 and chr(byte) in known) for byte in range(256)
+        )
+        return (
+            isinstance(model, tokenizers.models.BPE)
+            and model.byte_fallback
+            and has_all_bytes
+            and all(map(_keeps_length, _steps(tokenizer.normalizer)))
+            and all(map(_drops_nothing, _steps(tokenizer.pre_tokenizer)))
+            and not any(
+                token.lstrip or token.rstrip
+                for token in tokenizer.get_added_tokens_decoder().values()
+            )
+        )
+
     def token_id(self, token: str) -> int | None:
         """Return the id of an exact spelling; None, never the unknown id, where there is none."""
         return self._tokenizer.token_to_id(token)
@@ -153,6 +180,26 @@ def _make_special(tokenizer: tokenizers.Tokenizer) -> None:
                 f"{_FILE_NAME}: the control token {token.content!r} strips text or wants a word's"
                 " borders, which none of Gemma's does"
             )
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """Return what a normalizer or a pre-tokenizer is made of, as tokenizer.json has it."""
+    if part is None:
+        return []
+    config: dict[str, Any] = json.loads(part.__getstate__())
+    steps: list[dict[str, Any]] = config.get("normalizers", config.get("pretokenizers", [config]))
+    return steps
+
+
+def _keeps_length(normalizer: Mapping[str, Any]) -> bool:
+    kind, pattern = normalizer["type"], normalizer.get("pattern", {}).get("String", "")
+    is_kept = kind == "Replace" and 0 < len(pattern) <= len(normalizer["content"])
+    return bool(is_kept or kind == "Prepend")
+
+
+def _drops_nothing(pre_tokenizer: Mapping[str, Any]) -> bool:
+    kind, behavior = pre_tokenizer["type"], pre_tokenizer.get("behavior")
+    return bool(kind == "Split" and behavior != "Removed")
 
 
 def _piece(token: str) -> str | int:

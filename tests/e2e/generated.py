@@ -14,6 +14,7 @@ from typing import Any
 from jaxserve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
 
 VOCAB_SIZE = 1024
+MAX_SIZE = 300_000  # of a text or a list
 NUM_MEDIA_IDS = 7  # at the end of the vocabulary, refused in prompts
 
 CHAT = "/v1/chat/completions"
@@ -21,6 +22,7 @@ COMPLETIONS = "/v1/completions"
 RENDER = "/v1/chat/completions/render"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
+EXPLAIN = "/v1/cache/explain"
 
 Body = list[tuple[str, str]]
 """Pairs of JSON text: keys, which may come twice, and values."""
@@ -56,7 +58,9 @@ class Generator:
 
     def request(self) -> Generated:
         """Make the next request: as good as any, with one thing wrong, or with several."""
-        path = self._pick(CHAT, 40, COMPLETIONS, 46, RENDER, 5, TOKENIZE, 5, DETOKENIZE, 4)
+        path = self._pick(
+            *(CHAT, 38, COMPLETIONS, 45, RENDER, 4, TOKENIZE, 5, DETOKENIZE, 4, EXPLAIN, 4)
+        )
         pairs = self._good(path)
         kind = self._random.random()
         if kind > 0.2:
@@ -268,7 +272,8 @@ def _borders(schema: Mapping[str, Any]) -> list[Any]:
     if kind == "string":
         values += _sized("a", schema, "Length", most=300)
     elif kind == "array":
-        values += _sized([_borders(schema["items"])[-1]], schema, "Items", most=3)
+        short = [each for each in _borders(schema["items"]) if len(json.dumps(each)) < 100]
+        values += _sized([short[-1]], schema, "Items", most=3)
     elif kind == "object":
         values += _border_objects(schema)
     return values
@@ -286,4 +291,5 @@ def _border_objects(schema: Mapping[str, Any]) -> list[Any]:
 
 def _sized(unit: Any, schema: Mapping[str, Any], what: str, *, most: int) -> list[Any]:
     least, most = schema.get(f"min{what}", 0), schema.get(f"max{what}", most)
-    return [unit * size for size in sorted({max(least - 1, 0), least, most, most + 1})]
+    sizes = sorted({max(least - 1, 0), least, most, most + 1})
+    return [unit * size for size in sizes if size <= MAX_SIZE]

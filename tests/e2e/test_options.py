@@ -393,5 +393,10 @@ async def company(server: ServerProcess) -> AsyncIterator[None]:
 
 def test_nothing_is_compiled_or_kept(server: ServerProcess) -> None:
     assert server.metric("jaxserve_serving_compiles_total") == 0
-    for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used"):
+    for gauge in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_pages_used",
+        "kv_sliding_pages_used",
+    ):
         assert server.metric(f"jaxserve_{gauge}") == 0

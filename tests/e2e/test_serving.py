@@ -61,7 +61,7 @@ def test_health_is_red_until_the_model_is_ready(starting: Starting) -> None:
 
 
 def test_the_memory_table_is_logged(server: ServerProcess) -> None:
-    assert "streams at full context 10 of 2048 tokens" in server.log
+    assert "streams at full context 29 of 2048 tokens" in server.log
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])

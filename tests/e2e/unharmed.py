@@ -47,7 +47,12 @@ async def unharmed(server: ServerProcess) -> AsyncIterator[None]:
 
 
 def is_idle(server: ServerProcess) -> bool:
-    gauges = ("num_requests_running", "num_requests_waiting", "kv_pages_used")
+    gauges = (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_pages_used",
+        "kv_sliding_pages_used",
+    )
     return all(server.metric(f"jaxserve_{gauge}") == 0 for gauge in gauges)
 
 

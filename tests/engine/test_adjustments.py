@@ -137,6 +137,16 @@ def test_a_bad_word_is_cut_before_its_last_token(
     assert_likeliest(e2b, request, ids)
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_allowed_ids_go_before_bad_words(e2b: TinyModel, sampling: SamplingParams) -> None:
+    allowed = frozenset({40, 41})
+    words = tuple((a, b) for a in allowed for b in allowed)
+    asked = replace(sampling, allowed_token_ids=allowed, bad_words=words)
+    ids = run_alone(e2b.runner, request_of("a", PROMPT, 12, asked))
+    assert len(ids) == 12
+    assert set(ids) <= allowed
+
+
 class RecordedRunner(ModelRunner):
     """Keeps the requests that were given a slot again, with ids to count anew."""
 

@@ -94,3 +94,20 @@ def test_the_whole_context_can_be_filled(e2b: TinyModel) -> None:
     driven.decode([slot], steps=e2b.plan.max_model_len - 100)
 
     e2b.assert_greedy(prompt, driven.outputs[slot])
+
+
+def test_no_step_copies_a_kv_array(e2b: TinyModel) -> None:
+    driven = HandDriven(e2b, seed=3)
+    slot = driven.add(prompt_of(40))
+    runner = e2b.runner
+
+    def addresses() -> list[int]:
+        cache = runner._cache
+        return [array.unsafe_buffer_pointer() for array in (*cache.k, *cache.v)]
+
+    before = addresses()
+    driven.prefill(slot, chunk=16)
+    driven.decode([slot], steps=2)
+    runner.copy_pages([(1, 2, 3, 4)])
+
+    assert addresses() == before

@@ -9,6 +9,7 @@ import pytest
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.state import Column, HostRows, make_state
 from jaxserve.models.attention import SCRATCH_PAGE
+from jaxserve.models.config import AttentionKind, LayerConfig
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.params import Params
 from jaxserve.models.specs import random_params
@@ -20,15 +21,28 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
 POSITIONS = (5, 16, 31, 40)
 
 
-def pages_of(slot: int) -> list[int]:
-    return list(range(1 + slot, 1 + slot + 4 * 6, 4))
+def pages_of(slot: int, first: int) -> list[int]:
+    return list(range(first + slot, first + slot + 4 * 6, 4))
+
+
+PAGES: dict[AttentionKind, list[list[int]]] = {
+    "full": [pages_of(slot, 1) for slot in range(4)],
+    "sliding": [pages_of(slot, 60) for slot in range(4)],
+}
+
+
+def owners(model: TinyModel) -> list[LayerConfig]:
+    return [model.config.layers[i] for i in model.config.kv_owners]
 
 
 def noise(model: TinyModel) -> list[Array]:
     """Keys, then values, of every layer that owns a cache."""
-    rng, plan, config = np.random.default_rng(4), model.plan, model.config
-    widths = [config.layers[i].num_kv_heads * config.layers[i].head_dim for i in config.kv_owners]
-    shapes = [(plan.num_pages, plan.page_size, width) for width in widths]
+    rng, plan = np.random.default_rng(4), model.plan
+    count = {"full": plan.num_pages, "sliding": plan.num_sliding_pages}
+    shapes = [
+        (count[layer.kind], plan.page_size, layer.num_kv_heads * layer.head_dim)
+        for layer in owners(model)
+    ]
     return [rng.standard_normal(shape).astype(np.float32) for shape in 2 * shapes]
 
 
@@ -38,7 +52,8 @@ def decode(model: TinyModel, params: Params) -> list[Array]:
     half = len(arrays) // 2
     host = HostRows(plan.num_slots, plan.table_sizes[0])
     for slot in range(4):
-        host.set_pages(slot, 0, pages_of(slot))
+        for kind, pages in PAGES.items():
+            host.set_pages(slot, 0, pages[slot], kind)
     staged = host.stage(range(4), 4, plan.table_sizes[0])
     staged[:, Column.POSITION] = POSITIONS
     program = model.compiled[DecodeBucket(rows=4, table_size=plan.table_sizes[0])]
@@ -52,11 +67,11 @@ def test_a_step_writes_each_rows_own_position_and_no_other(e2b: TinyModel) -> No
     *after, _ = decode(e2b, e2b.params)
 
     assert len(after) == 2 * len(e2b.config.kv_owners) == 6
-    expected = np.zeros((e2b.plan.num_pages, e2b.plan.page_size), bool)
-    for slot, position in enumerate(POSITIONS):
-        page, offset = divmod(position, e2b.plan.page_size)
-        expected[pages_of(slot)[page], offset] = True
-    for before_PZX, after_PZX in zip(noise(e2b), after, strict=True):
+    for layer, before_PZX, after_PZX in zip(2 * owners(e2b), noise(e2b), after, strict=True):
+        expected = np.zeros(before_PZX.shape[:2], bool)
+        for slot, position in enumerate(POSITIONS):
+            page, offset = divmod(position, e2b.plan.page_size)
+            expected[PAGES[layer.kind][slot][page], offset] = True
         changed_PZ = (before_PZX != after_PZX).any(-1)
         changed_PZ[SCRATCH_PAGE] = False  # where padding writes
         np.testing.assert_array_equal(changed_PZ, expected)

@@ -40,6 +40,7 @@ PLAN = DevicePlan(
     is_accelerator=False,
     page_size=8,
     num_pages=129,
+    num_sliding_pages=137,
     num_slots=8,
     max_model_len=128,
     row_buckets=(1, 2, 4, 8),
@@ -123,7 +124,8 @@ class HandDriven:
         self._runner.open_slot(
             slot, sampling or SamplingParams(max_tokens=1, seed=0, temperature=0.0), prompt, ()
         )
-        self._runner.set_pages(slot, 0, self._pages[slot])
+        self._runner.set_pages(slot, 0, self._pages[slot], "full")
+        self._runner.set_pages(slot, 0, self._pages[slot][::-1], "sliding")
         self._prompts[slot], self._num_written[slot], self.outputs[slot] = prompt, 0, []
         return slot
 
@@ -168,6 +170,8 @@ class Sizes:
     """What a scheduler is told of a runner; it may be told of fewer pages and slots than exist."""
 
     num_pages: int = PLAN.num_pages
+    num_sliding_pages: int = PLAN.num_sliding_pages
+    window: int = 16
     page_size: int = PLAN.page_size
     num_slots: int = PLAN.num_slots
     max_model_len: int = PLAN.max_model_len
@@ -209,7 +213,7 @@ class TinyEngine:
             self.core.step()
         assert self.core.is_idle
         self.scheduler.check_integrity()
-        assert self.scheduler.num_pages_held == 0
+        self.scheduler.check_idle()
 
     def tokens_of(self, request_id: str) -> tuple[int, ...]:
         outputs = (event for event in self.events if isinstance(event, TokenOutput))

@@ -89,7 +89,9 @@ def open_connection(
         "raw_path": path.encode(),
         "query_string": b"",
         "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in pairs],
+        "headers": [
+            (name.encode(), value.encode(errors="surrogateescape")) for name, value in pairs
+        ],
         "server": ("testserver", 80),
         "client": ("testclient", 1),
     }

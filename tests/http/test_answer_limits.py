@@ -34,6 +34,33 @@ async def test_a_timeout_spares_what_has_ended(serve_gemma4: Serve) -> None:
     assert "finish_details" not in choices[0]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, {**HI, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": "a long one", "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": "a long one", "echo": True, "logprobs": 1, "stream": True}),
+    ],
+)
+async def test_a_timeout_does_not_wait_for_scores(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    """The first sequence would tell them; the second had ended, and waited for them."""
+    engine = FakeEngine(Script(delay_s=0.03, scores_per_event=1), Script.say("a"))
+    body = {**body, "n": 2, "timeout_s": 0.05}
+    reply = await post(serve(engine), path, body)
+    assert reply.status == 200
+    if body.get("stream"):
+        choices = [choice for chunk in reply.chunks for choice in chunk["choices"]]
+        choices = [choice for choice in choices if choice["finish_reason"] is not None]
+    else:
+        choices = reply.json["choices"]
+    assert sorted(choice["index"] for choice in choices) == [0, 1]
+    for choice in choices:
+        assert choice["finish_reason"] == "length"
+        assert choice["finish_details"] == {"type": "timeout"}
+
+
 async def test_a_timeout_that_does_not_come_changes_nothing(serve: Serve) -> None:
     engine = FakeEngine(Script.say("a"))
     reply = await post(serve(engine), "/v1/completions", {"prompt": "x", "timeout_s": 60})

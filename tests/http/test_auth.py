@@ -226,6 +226,23 @@ async def test_a_page_may_read_a_stream(serve: Serve) -> None:
     assert reply.body.endswith(b"data: [DONE]\n\n")
 
 
+@pytest.mark.parametrize("keys", [(), (KEY,)])
+async def test_the_document_names_the_key_where_one_is_needed(
+    serve: Serve, keys: tuple[str, ...]
+) -> None:
+    app = serve(FakeEngine(), HttpConfig(api_keys=keys))
+    document = (await call(app, "GET", "/openapi.json", {"authorization": f"Bearer {KEY}"})).json
+    schemes = document["components"].get("securitySchemes")
+    assert schemes == ({"key": {"type": "http", "scheme": "bearer"}} if keys else None)
+    assert document.get("security") == ([{"key": []}] if keys else None)
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            # What the document says is what a call without a key meets.
+            reply = await call(app, method.upper(), path.replace("{id}", "x"), {})
+            is_open = not keys or operation.get("security") == []
+            assert (reply.status != 401) == is_open, path
+
+
 def test_no_keys_and_no_origins_by_default() -> None:
     app = build_app(FakeEngine(), lambda: None, config=HttpConfig(), metrics=Metrics())
     assert len(app.user_middleware) == 1

@@ -3,6 +3,7 @@ import threading
 import pytest
 
 from jaxserve.errors import EngineError, OverloadedError
+from jaxserve.http.config import HttpConfig
 from jaxserve.text.tokenizer import Tokenizer
 from tests.fake_engine import BOS, END_OF_TURN, EOS, FakeEngine, Script, ids
 from tests.http.conftest import Serve
@@ -19,6 +20,7 @@ async def test_whole_answer(serve: Serve) -> None:
     assert reply.status == 200
     assert answer.pop("id") == f"chatcmpl-{reply.headers['x-request-id']}"
     assert isinstance(answer.pop("created"), int)
+    assert answer.pop("timings")["predicted_n"] == answer["usage"]["completion_tokens"]
     assert answer == {
         "object": "chat.completion",
         "model": "org/byte-model",
@@ -39,6 +41,53 @@ async def test_whole_answer(serve: Serve) -> None:
             "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
+
+
+# The first line as an agent's command line sends it, and the last as another's does.
+MOVING = """x-cli-billing: version=2.1.{0}; nonce={0}0aaa;
+You are helpful.
+Current date and time: Monday, March 9, 2026 at 06:00:{0} PM PDT"""
+DROPPED = (r"^x-cli-billing:.*\n", r"^(Current date).*")
+
+
+@pytest.mark.parametrize("path", [CHAT, CHAT + "/render", "/tokenize"])
+@pytest.mark.parametrize("in_parts", [False, True])
+async def test_what_moves_in_a_system_message_can_be_left_out(
+    serve: Serve, path: str, in_parts: bool
+) -> None:
+    prompts = []
+    for moment in ("07", "31"):
+        content: object = MOVING.format(moment)
+        if in_parts:
+            content = [{"type": "text", "text": line} for line in str(content).splitlines(True)]
+        messages = [
+            {"role": "developer", "content": content},
+            {"role": "user", "content": "Current date of this?\nCurrent date: 5"},
+        ]
+        engine = FakeEngine()
+        app = serve(engine, HttpConfig(dropped_from_system=DROPPED))
+        reply = await post(app, path, {"messages": messages})
+        assert reply.status == 200
+        field = "tokens" if path == "/tokenize" else "token_ids"
+        prompts.append(engine.prompts[0] if path == CHAT else tuple(reply.json[field]))
+    kept = "[system]You are helpful.\n[user]Current date of this?\nCurrent date: 5[model]"
+    assert prompts == [(BOS, *ids(kept))] * 2
+
+
+async def test_nothing_is_left_out_unasked(serve: Serve) -> None:
+    engine = FakeEngine()
+    content = MOVING.format("07")
+    await post(serve(engine), CHAT, {"messages": [{"role": "system", "content": content}]})
+    assert engine.prompts == [(BOS, *ids(f"[system]{content}[model]"))]
+
+
+async def test_timings_of_several_sequences(serve: Serve) -> None:
+    """From the first start over the first token to the last end, however they overlap."""
+    engine = FakeEngine(Script.say("yes", cached_tokens=3))
+    reply = await post(serve(engine), CHAT, {**HI, "n": 3})
+    timings = reply.json["timings"]
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (3, 13, 12)
+    assert (timings["queue_ms"], timings["prompt_ms"], timings["predicted_ms"]) == (1, 1, 1)
 
 
 async def test_prompt_is_the_template_with_one_bos(serve: Serve) -> None:
@@ -149,7 +198,7 @@ async def test_abort_by_the_engine_is_an_error(serve: Serve) -> None:
     assert (reply.status, reply.error["code"]) == (503, "unavailable")
 
 
-@pytest.mark.parametrize(("length", "is_on_the_loop"), [(100, True), (30_000, False)])
+@pytest.mark.parametrize(("length", "is_on_the_loop"), [(100, True), (3_000, False)])
 async def test_a_long_conversation_is_encoded_off_the_loop(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, length: int, is_on_the_loop: bool
 ) -> None:
@@ -166,8 +215,8 @@ async def test_a_long_conversation_is_encoded_off_the_loop(
 
 
 async def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(serve: Serve) -> None:
-    long = {"messages": [{"role": "user", "content": "x" * 30_000}]}
+    long = {"messages": [{"role": "user", "content": "x" * 3_000}]}
     reply = await post(serve(FakeEngine()), CHAT, long)
     assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
-    assert "30014" in reply.error["message"]
+    assert "3014" in reply.error["message"]
     assert "1000" in reply.error["message"]

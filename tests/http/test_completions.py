@@ -62,6 +62,7 @@ async def test_whole_answer(serve: Serve) -> None:
     answer = reply.json
     assert answer.pop("id") == f"cmpl-{reply.headers['x-request-id']}"
     assert isinstance(answer.pop("created"), int)
+    assert answer.pop("timings")["predicted_n"] == answer["usage"]["completion_tokens"]
     assert answer == {
         "object": "text_completion",
         "model": "org/byte-model",

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from jaxserve.http.served_model import ServedModel
-from jaxserve.openai.options import MAX_CHOICES
+from jaxserve.openai.options import MAX_SEQUENCES
 from tests.fake_engine import FakeEngine, Script, ids
 from tests.http.conftest import Serve
 from tests.http.driver import JSON, get, open_connection, open_post, post
@@ -89,7 +89,7 @@ async def test_no_task_outlives_its_request(serve: Serve) -> None:
     before = asyncio.all_tasks()
     app = serve(FakeEngine(Script.say("a")))
     for stream in (False, True):
-        await post(app, URL, {"prompt": "hi", "n": MAX_CHOICES, "stream": stream})
+        await post(app, URL, {"prompt": "hi", "n": MAX_SEQUENCES, "stream": stream})
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
 

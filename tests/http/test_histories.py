@@ -9,7 +9,7 @@ import pytest
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.conversations import render_conversation
 from jaxserve.http.served_model import ServedModel
-from jaxserve.openai.requests import parse_chat_completion
+from jaxserve.openai.requests import ChatCompletionRequest, parse_chat_completion, parse_explain
 from tests.fake_engine import MARKER_IDS, MARKERS, FakeEngine, Script, turn_ids
 from tests.http.conftest import Serve
 from tests.http.driver import post
@@ -21,7 +21,7 @@ CASES = json.loads((DATA / "gemma4_chat" / "chat_cases.json").read_text())
 
 def render(model: ServedModel, **request: Any) -> tuple[str, list[int]]:
     body = json.dumps({"messages": [USER], **request}).encode()
-    return render_conversation(parse_chat_completion(body).conversation, model)
+    return render_conversation(parse_chat_completion(body).conversation, model, len)
 
 
 def text_of(model: ServedModel, *messages: Any, **request: Any) -> str:
@@ -82,9 +82,11 @@ def test_arguments_are_spelled_as_the_model_did(gemma4: ServedModel, as_text: bo
     arguments = '{"big": 123456789012345678901234567890, "x": 1.50, "e": 1E30, "n": -0.0}'
     body = json.dumps({"messages": [USER, calling("ARGUMENTS"), result()]})
     body = body.replace('"ARGUMENTS"', json.dumps(arguments) if as_text else arguments)
-    conversation = parse_chat_completion(body.encode()).conversation
-    text, _ = render_conversation(conversation, gemma4)
-    assert "call:set_lamp{big:123456789012345678901234567890,e:1E30,n:-0.0,x:1.50}" in text
+    for parse in (parse_chat_completion, parse_explain):
+        request = parse(body.encode())
+        assert isinstance(request, ChatCompletionRequest)
+        text, _ = render_conversation(request.conversation, gemma4, len)
+        assert "call:set_lamp{big:123456789012345678901234567890,e:1E30,n:-0.0,x:1.50}" in text
 
 
 def test_unpaired_surrogates_do_not_stay_for_ever(gemma4: ServedModel) -> None:

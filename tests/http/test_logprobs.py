@@ -163,6 +163,24 @@ async def test_prompt_logprobs(serve: Serve, scores_per_event: int) -> None:
     assert prompt_entry(C3, "")["rank"] == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_once_for_all_its_answers(serve: Serve, stream: bool) -> None:
+    """Also where the scores come after the other answers' tokens."""
+    slow, quick = (Script(steps=((EOS,),), delay_s=delay_s) for delay_s in (0.01, 0.0))
+    engine = FakeEngine(slow, quick, quick, slow, quick, quick)
+    prompts = [[*ids("abc")], [*ids("de")]]
+    request = {"prompt": prompts, "echo": True, "logprobs": 0, "n": 3, "stream": stream}
+    reply = await post(serve(engine), COMPLETIONS, request)
+    asked = [each.sampling.num_prompt_logprobs for each in engine.requests]
+    assert asked == [0, None, None, 0, None, None]
+    told: list[list[str]] = [[] for _ in asked]
+    for choice in (
+        [chunk["choices"][0] for chunk in reply.chunks] if stream else reply.json["choices"]
+    ):
+        told[choice["index"]] += (choice["logprobs"] or {"tokens": []})["tokens"]
+    assert told == [[*"abc", "<eos>"]] * 3 + [[*"de", "<eos>"]] * 3
+
+
 async def test_prompt_logprobs_of_a_chat_and_of_each_prompt(serve: Serve) -> None:
     reply = await post(serve(FakeEngine()), CHAT, {**HI, "prompt_logprobs": 0})
     prompt = (BOS, *ids("[user]hi[model]"))

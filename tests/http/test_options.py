@@ -14,7 +14,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import GenerationRequest, SamplingDefaults
 from tests.fake_engine import END_OF_TURN, EOS, VOCAB_SIZE, FakeEngine, ids
 from tests.http.conftest import Serve
-from tests.http.driver import JSON, open_connection, post
+from tests.http.driver import JSON, Connection, open_connection, post
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -87,6 +87,34 @@ async def test_what_the_cache_shares_by_reaches_the_engine(serve: Serve, path: s
     assert (request.cache_salt, request.session) == ("s", "k")
     request = await submitted(serve, path)
     assert (request.cache_salt, request.session) == (None, None)
+
+
+async def with_session(
+    serve: Serve, path: str, header: bytes, **fields: object
+) -> tuple[Connection, list[str | None]]:
+    """Ask with the header X-Session-ID; also give the sessions that the engine saw."""
+    engine = FakeEngine()
+    body = json.dumps({**NEEDED[path], **fields}).encode()
+    headers = {"x-session-id": header.decode(errors="surrogateescape")}
+    reply = await open_connection(serve(engine), "POST", path, body, {**JSON, **headers}).finish()
+    return reply, [request.session for request in engine.requests]
+
+
+@both
+@pytest.mark.parametrize("name", ["agent-1", "é 🙂", "x" * 512])
+async def test_a_header_may_name_the_session(serve: Serve, path: str, name: str) -> None:
+    reply, sessions = await with_session(serve, path, name.encode())
+    assert (reply.status, sessions) == (200, [name])
+    _, sessions = await with_session(serve, path, name.encode(), prompt_cache_key="k")
+    assert sessions == ["k"]
+
+
+@both
+@pytest.mark.parametrize("name", [b"", b"x" * 513, "\ufffd".encode(), b"\xff"])
+async def test_a_header_that_is_no_name_is_refused(serve: Serve, path: str, name: bytes) -> None:
+    reply, sessions = await with_session(serve, path, name)
+    assert (reply.status, reply.error["param"]) == (400, "X-Session-ID")
+    assert not sessions
 
 
 @both

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.fake_engine import FakeEngine
+from jaxserve.http import protocol
+from tests.fake_engine import FakeEngine, Script, ids
 from tests.http.conftest import Serve
 from tests.http.sockets import running
 
@@ -74,7 +75,11 @@ async def test_an_offer_with_a_chunked_body_is_ignored(peer: Peer) -> None:
         (HEAD + b"Content-Length: -1\r\n\r\n", 400),
         (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
         (HEAD + b"X: " + b"a" * (70 << 10), 431),
-        (b"GET /" + b"a" * (70 << 10), 431),
+        (b"GET /" + b"a" * (8 << 10), 414),
+        (b"GET /" + b"a" * (70 << 10), 414),
+        (b"GET /" + b"a" * (8 << 10) + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+        (b"GET /" + b"a" * (70 << 10) + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+        (b"GET /" + b"a" * (8 << 10) + b" HTTP/1.1\r\n\r\nGET /live HTTP/1.1\r\n\r\n", 414),
         (HEAD + b"X: " + b"a" * (70 << 10) + b"\r\n\r\n", 431),
         (b"GET /live HTTP/1.1\r\n" + (b"Xyz: " + b"a" * 995 + b"\r\n") * 70 + b"\r\n", 431),
     ],
@@ -87,6 +92,109 @@ async def test_what_is_no_request_is_refused_in_the_apis_shape(
     assert answer[0] == status
     assert isinstance(answer[1]["error"], dict)
     assert await asyncio.wait_for(peer.reader.read(), 5) == b""  # and the connection ends
+
+
+async def test_the_longest_url(peer: Peer) -> None:
+    await peer.send(b"GET /" + b"a" * ((8 << 10) - 1) + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await peer.answer())[0] == 404
+
+
+VALID = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("num_before", [1, 3])
+@pytest.mark.parametrize(
+    ("garbage", "status"),
+    [
+        (b"\x00garbage\r\n\r\n", 400),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+        (HEAD + b"X: " + b"a" * (70 << 10) + b"\r\n\r\n", 431),
+    ],
+)
+async def test_what_was_complete_before_garbage_is_answered_first(
+    peer: Peer, garbage: bytes, status: int, num_before: int, together: bool
+) -> None:
+    parts = (VALID * num_before + garbage,) if together else (VALID * num_before, garbage)
+    for part in parts:  # not waiting for what each does
+        peer.writer.write(part)
+    for _ in range(num_before):
+        assert (await peer.answer())[0] == 200
+    answer = await peer.answer()
+    assert answer[0] == status
+    assert isinstance(answer[1]["error"], dict)
+    assert await asyncio.wait_for(peer.reader.read(), 5) == b""
+
+
+async def test_garbage_behind_a_stream_waits_for_its_end(serve: Serve) -> None:
+    steps = tuple(ids(letter) for letter in "abcdefgh")
+    engine = FakeEngine(Script(steps=steps, delay_s=0.002, end="stop"))
+    async with running(serve(engine)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "hi", "stream": true}'
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body + b"\x00\x01\r\n")
+        raw = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    answer, _, refusal = raw.partition(b"data: [DONE]")
+    assert answer.count(b'"text":"') == 8 + 1  # and the finish
+    assert b"HTTP/1.1 400" in refusal
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (HEAD, 408),
+        (HEAD + b"Content-Length: 100\r\n\r\n", 408),
+        (HEAD + b"Content-Length: 100\r\n\r\n" + BODY, 408),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n12", 408),
+        (VALID + HEAD, 408),
+        (b"", 0),
+    ],
+)
+async def test_a_request_that_does_not_arrive_ends(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, sent: bytes, status: int
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_SILENCE_S", 0.1)
+    async with running(serve(FakeEngine())) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        peer = Peer(reader, writer)
+        await peer.send(sent)
+        if sent.startswith(VALID):
+            assert (await peer.answer())[0] == 200
+        if status:
+            answer = await peer.answer()
+            assert answer[0] == status
+            assert isinstance(answer[1]["error"], dict)
+            assert answer[1]["error"]["code"] == "request_timeout"
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_a_body_may_take_its_time_while_something_of_it_comes(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "MAX_SILENCE_S", 1.0)
+    async with running(serve(FakeEngine())) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        begun_s = asyncio.get_running_loop().time()
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY))
+        for i, byte in enumerate(BODY):
+            writer.write(bytes((byte,)))
+            await asyncio.sleep(max(0, begun_s + 0.08 * i - asyncio.get_running_loop().time()))
+        assert (await Peer(reader, writer).answer())[0] == 200
+        writer.close()
+
+
+async def test_an_answer_may_take_its_time(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_SILENCE_S", 0.15)
+    engine = FakeEngine(Script(steps=(ids("ab"),), delay_s=0.1))
+    async with running(serve(engine)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(VALID + VALID)
+        peer = Peer(reader, writer)
+        assert [(await peer.answer())[0] for _ in range(2)] == [200, 200]
+        writer.close()
 
 
 async def test_a_body_that_never_comes_is_told_of_the_servers_end(serve: Serve) -> None:

@@ -18,6 +18,25 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 PROMPT = {"prompt": "hi", "stream": True}
 
 
+# What the scripted engine's times are told as: a millisecond each.
+def timings(num_prompt: int, num_predicted: int) -> str:
+    return json.dumps(
+        {
+            "queue_ms": 1.0,
+            "cache_n": 0,
+            "prompt_n": num_prompt,
+            "prompt_ms": 1.0,
+            "prompt_per_token_ms": round(1 / num_prompt, 3),
+            "prompt_per_second": num_prompt * 1e3,
+            "predicted_n": num_predicted,
+            "predicted_ms": 1.0,
+            "predicted_per_token_ms": round(1 / num_predicted, 3),
+            "predicted_per_second": num_predicted * 1e3,
+        },
+        separators=(",", ":"),
+    )
+
+
 async def test_chat_stream_byte_for_byte(serve: Serve) -> None:
     app = serve(FakeEngine(Script.say('"\n')))
     reply = await post(app, CHAT, {**HI, "stream_options": {"include_usage": True}})
@@ -35,7 +54,7 @@ async def test_chat_stream_byte_for_byte(serve: Serve) -> None:
         f'"stop_reason":null}}]}}\n\n'
         f'{head}],"usage":{{"prompt_tokens":16,"completion_tokens":3,"total_tokens":19,'
         f'"prompt_tokens_details":{{"cached_tokens":0}},'
-        f'"completion_tokens_details":{{"reasoning_tokens":0}}}}}}\n\n'
+        f'"completion_tokens_details":{{"reasoning_tokens":0}}}},"timings":{timings(16, 3)}}}\n\n'
         "data: [DONE]\n\n"
     )
 
@@ -50,7 +69,7 @@ async def test_completion_stream_byte_for_byte(serve: Serve) -> None:
     assert reply.body.decode() == (
         f'{head}{{"index":0,"text":"a","logprobs":null,"finish_reason":null}}]}}\n\n'
         f'{head}{{"index":0,"text":"","logprobs":null,"finish_reason":"stop",'
-        f'"stop_reason":null}}]}}\n\n'
+        f'"stop_reason":null}}],"timings":{timings(3, 2)}}}\n\n'
         "data: [DONE]\n\n"
     )
 
@@ -78,6 +97,15 @@ async def test_usage_only_where_asked(serve: Serve) -> None:
     assert reply.chunks[-1]["choices"] == []
     assert reply.chunks[-1]["usage"]["prompt_tokens"] == 16
     assert reply.chunks[-1]["usage"]["completion_tokens"] == 6
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+async def test_timings_come_once_and_last(serve: Serve, include_usage: bool) -> None:
+    engine = FakeEngine(Script.say("abc"), Script.say("x"))
+    request = {**PROMPT, "n": 2, "stream_options": {"include_usage": include_usage}}
+    reply = await post(serve(engine), COMPLETIONS, request)
+    assert ["timings" in chunk for chunk in reply.chunks].index(True) == len(reply.chunks) - 1
+    assert reply.chunks[-1]["timings"]["predicted_n"] == 6
 
 
 async def test_each_choice_opens_and_ends_once(serve: Serve) -> None:
@@ -223,7 +251,9 @@ async def test_usage_in_every_chunk_where_asked(serve: Serve, path: str) -> None
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
 
 
-@pytest.mark.parametrize("options", [None, {}, {"include_usage": False}])
+@pytest.mark.parametrize(
+    "options", [None, {}, {"include_usage": False}, {"continuous_usage_stats": True}]
+)
 async def test_no_usage_unasked(serve: Serve, options: dict[str, bool] | None) -> None:
     reply = await post(serve(FakeEngine()), COMPLETIONS, {**PROMPT, "stream_options": options})
     assert b"usage" not in reply.body

@@ -62,10 +62,11 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Ser
     signal.signal(signal.SIGTERM, handler)
 
 
+@pytest.mark.parametrize("model", [["--model", "/models/x"], ["/models/x"]])
 def test_a_named_model_is_served_at_the_environments_address(
-    served: list[ServeConfig], processes: FakeProcesses
+    served: list[ServeConfig], processes: FakeProcesses, model: list[str]
 ) -> None:
-    assert container.main(["serve", "--model", "/models/x", "--max-batch", "3"]) == 7
+    assert container.main(["serve", *model, "--max-batch", "3"]) == 7
 
     assert served == [ServeConfig(model="/models/x", max_batch=3, host="0.0.0.0", port=8123)]
     assert processes.commands == []

@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.models.windows import Windows
 from jaxserve.types import RequestFinished, SamplingParams
 from tests.fakes import (
     FAKE_BUCKETS,
@@ -34,11 +36,16 @@ class Planned:
     priority: int
     num_logprobs: int | None
     num_prompt_logprobs: int | None
+    cache_salt: str | None
+    session: str | None
+    resume_points: tuple[int, ...]
+    repeats: bool
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
-        """Begin with what all requests begin with; the rest is this one's alone."""
+        """Begin with what all requests begin with; the rest is this one's alone, or is repeated."""
+        own = 0 if self.repeats else number
         return tuple(
-            (i if i < self.num_shared else 13 * number + i) % FAKE_VOCAB_SIZE
+            (i if i < self.num_shared else 13 * own + i) % FAKE_VOCAB_SIZE
             for i in range(self.num_prompt)
         )
 
@@ -58,7 +65,11 @@ def planned_requests(draw: st.DrawFn) -> Planned:
         abort_step=draw(st.none() | st.none() | st.integers(submit_step, submit_step + 30)),
         priority=draw(st.just(0) | st.integers(-1, 1)),
         num_logprobs=draw(st.none() | st.integers(0, 3)),
-        num_prompt_logprobs=draw(st.none() | st.integers(0, 3)),
+        num_prompt_logprobs=draw(st.none() | st.none() | st.integers(0, 3)),
+        cache_salt=draw(st.none() | st.none() | st.sampled_from(["", "a"])),
+        session=draw(st.none() | st.sampled_from(["x", "y"])),
+        resume_points=tuple(draw(st.lists(st.integers(0, num_prompt + 1), max_size=3))),
+        repeats=draw(st.booleans()),
     )
 
 
@@ -81,6 +92,9 @@ def run(engine: SteppedEngine, plan: list[Planned]) -> None:
                     num_logprobs=planned.num_logprobs,
                     num_prompt_logprobs=planned.num_prompt_logprobs,
                     priority=planned.priority,
+                    cache_salt=planned.cache_salt,
+                    session=planned.session,
+                    resume_points=planned.resume_points,
                 )
             if planned.abort_step == step:
                 is_any = True
@@ -110,31 +124,54 @@ def assert_told(
         assert scored == tuple(fake_logprobs(i).cut(planned.num_prompt_logprobs) for i in targets)
 
 
-@settings(max_examples=150, deadline=None)
-@given(
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A plan, and as few pages as one sequence of full length needs, or a few more."""
+
+    plan: list[Planned]
+    num_spare_pages: int
+    num_spare_sliding_pages: int
+    window: int
+    reuses_prefixes: bool
+    num_slots: int
+    num_buckets: int
+
+
+CASES = st.builds(
+    Case,
     plan=st.lists(planned_requests(), min_size=2, max_size=8),
     num_spare_pages=st.integers(0, 4),
+    num_spare_sliding_pages=st.integers(0, 6),
+    window=st.sampled_from([2, 3, 5, 8, 9, MAX_MODEL_LEN]),
+    reuses_prefixes=st.sampled_from([True, True, True, False]),
     num_slots=st.integers(2, 5),
     num_buckets=st.integers(1, 3),
 )
-def test_every_request_gets_what_it_gets_alone(
-    plan: list[Planned], num_spare_pages: int, num_slots: int, num_buckets: int
-) -> None:
+
+
+def check(case: Case) -> None:
+    windows = Windows(page_size=PAGE_SIZE, window=case.window)
+    num_pages = MAX_MODEL_LEN // PAGE_SIZE
     engine = SteppedEngine(
         FakeRunner(
-            num_pages=1 + MAX_MODEL_LEN // PAGE_SIZE + num_spare_pages,
+            num_pages=1 + num_pages + case.num_spare_pages,
+            num_sliding_pages=1 + min(num_pages, windows.row_pages) + case.num_spare_sliding_pages,
+            window=case.window,
             page_size=PAGE_SIZE,
-            num_slots=num_slots,
+            num_slots=case.num_slots,
             max_model_len=MAX_MODEL_LEN,
-            extend_buckets=FAKE_BUCKETS[:num_buckets],
-        )
+            extend_buckets=FAKE_BUCKETS[: case.num_buckets],
+        ),
+        reuses_prefixes=case.reuses_prefixes,
     )
-    run(engine, plan)
+    run(engine, case.plan)
 
-    event("preempted" if engine.runner.calls.count("open_slot") > len(plan) else "not preempted")
-    assert engine.scheduler.num_pages_held == 0
+    event(
+        "preempted" if engine.runner.calls.count("open_slot") > len(case.plan) else "not preempted"
+    )
+    engine.scheduler.check_idle()
     assert engine.runner.max_unread <= 4
-    for number, planned in enumerate(plan):
+    for number, planned in enumerate(case.plan):
         request_id = str(number)
         end, token_ids = engine.end_of(request_id), engine.tokens_of(request_id)
         assert isinstance(end, RequestFinished)
@@ -153,3 +190,17 @@ def test_every_request_gets_what_it_gets_alone(
             num_scored = len(engine.prompt_logprobs_of(request_id))
             assert num_scored == (0 if planned.num_prompt_logprobs is None else num_targets)
             assert end.reason == ("stop" if alone[-1] in planned.stop_token_ids else "length")
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=CASES)
+def test_every_request_gets_what_it_gets_alone(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@settings(max_examples=4_000, deadline=None)
+@given(case=CASES)
+def test_every_request_gets_what_it_gets_alone_in_thousands_of_cases(case: Case) -> None:
+    check(case)

@@ -136,7 +136,7 @@ def test_what_the_template_writes_is_read_back(arguments: dict[str, Any]) -> Non
         return TEMPLATE.render([message], add_generation_prompt=False)
 
     assert MARKERS is not None
-    _, ids = render_data(message, render, TOKENIZER)
+    _, ids = render_data(message, render, TOKENIZER, len)
     ids = ids[ids.index(MARKERS.call_start) : ids.index(MARKERS.call_end) + 1]
 
     events = read(turn, ids, is_cut=False)

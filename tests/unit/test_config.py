@@ -43,5 +43,11 @@ def test_the_least_value_is_in_range(name: str, value: Any) -> None:
     ServeConfig(**{name: value}).check()
 
 
+def test_a_regular_expression_that_is_none_is_refused() -> None:
+    ServeConfig(drop_from_system=("^a.*$", "b")).check()
+    with pytest.raises(ConfigError, match=r"--drop-from-system '\(' is wrong"):
+        ServeConfig(drop_from_system=("b", "(")).check()
+
+
 def test_every_setting_says_what_it_does() -> None:
     assert all(setting.metadata["help"] for setting in serve_flags())

@@ -44,15 +44,19 @@ def test_a_request_that_never_ran_has_no_token_times() -> None:
 
 def test_load_gauges() -> None:
     metrics = Metrics()
-    metrics.set_load(
-        num_running=3, num_waiting=2, num_pages_free=5, num_pages_used=2, num_pages_cached=1
-    )
+    metrics.set_load(num_running=3, num_waiting=2)
+    metrics.set_pages((5, 2, 1), (3, 1, 0))
+    metrics.set_resume_points(7)
     assert {
         "jaxserve_num_requests_running 3.0",
         "jaxserve_num_requests_waiting 2.0",
         "jaxserve_kv_pages_free 5.0",
         "jaxserve_kv_pages_cached 1.0",
         "jaxserve_kv_pages_used 2.0",
+        "jaxserve_kv_sliding_pages_free 3.0",
+        "jaxserve_kv_sliding_pages_cached 0.0",
+        "jaxserve_kv_sliding_pages_used 1.0",
+        "jaxserve_resume_points 7.0",
         "jaxserve_kv_cache_usage_perc 0.25",
     } <= lines(metrics)
 

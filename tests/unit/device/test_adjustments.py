@@ -413,6 +413,33 @@ def test_a_banned_id_is_never_drawn(temperature: float) -> None:
     assert drawn == ({512, 2999} if temperature else {512})
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_give_way_where_they_leave_nothing_that_is_allowed(temperature: float) -> None:
+    sampling = replace(
+        PLAIN,
+        temperature=temperature,
+        allowed_token_ids=frozenset({5, 6, 7}),
+        bad_words=((9, 5), (6,), (8,)),
+        min_tokens=9,
+        stop_token_ids=frozenset({7}),
+    )
+    device, drawn = Device(), set[int]()
+    logits_BV = random_logits(np.random.default_rng(9))
+    for seed in range(10):
+        by_slot = {
+            slot: Sequenced(
+                sampling=replace(sampling, seed=NUM_SLOTS * seed + slot), output_ids=(9,)
+            )
+            for slot in range(NUM_SLOTS)
+        }
+        for slot, one in by_slot.items():
+            device.open(slot, one)
+        ids_B = np.asarray(_sample(logits_BV, device.tables, device.rows(by_slot)))
+        drawn |= set(ids_B[:NUM_SLOTS].tolist())
+    # Neither what is not allowed, be it a bad word too, nor the end that is held back.
+    assert drawn == ({5, 6} if temperature else {5})
+
+
 def test_rows_beside_adjusted_ones_draw_what_they_draw_alone() -> None:
     rng, device = np.random.default_rng(10), Device()
     logits_BV = random_logits(rng)

@@ -1,20 +1,37 @@
-"""The page pool sized from bytes, and what is refused."""
+"""The page pools sized from bytes, and what is refused."""
+
+from dataclasses import replace
 
 import pytest
 
-from jaxserve.device.memory import GIB, MemoryBudget
+from jaxserve.device.loader import DEVICE_FRACTION
+from jaxserve.device.memory import GIB, MemoryBudget, PageMix
 from jaxserve.device.plan import PAGE_SIZE
+from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
+from scripts.tpu_report import model_config
+
+# No page of the sliding kind costs anything.
+FULL_ONLY = PageMix(
+    bytes_per_page=1_000,
+    bytes_per_sliding_page=0,
+    num_working_pages=3,
+    pages_per_point=2,
+    tokens_per_point=4 * PAGE_SIZE,
+    least_points=1,
+)
 
 
-def budget(*, limit_bytes: int | None = None, kv_bytes: int = 10_500) -> MemoryBudget:
+def budget(
+    *, limit_bytes: int | None = None, kv_bytes: int = 10_500, mix: PageMix = FULL_ONLY
+) -> MemoryBudget:
     return MemoryBudget(
         limit_bytes=limit_bytes,
         weight_bytes=3 * GIB,
         state_bytes=0,
         temp_bytes=GIB,
         kv_bytes=kv_bytes,
-        bytes_per_page=1_000,
+        mix=mix,
     )
 
 
@@ -57,6 +74,8 @@ def test_the_table_names_every_share() -> None:
         "program",
         "KV",
         "KV",
+        "KV",
+        "resume",
         "streams",
     ]
     assert "8.00 GiB" in table
@@ -64,3 +83,50 @@ def test_the_table_names_every_share() -> None:
     # A sequence of 100 tokens takes 4 of the 9 pages.
     assert "2 of 100 tokens" in table
     assert "none set" in budget().table(100)
+
+
+def test_sliding_pages_are_those_of_running_rows_and_of_a_stated_number_of_points() -> None:
+    mix = replace(FULL_ONLY, bytes_per_sliding_page=100)
+    # 3 pages for what runs; a point of 2 pages for each 4 pages of tokens begun; the scratch page.
+    assert [mix.num_sliding_pages(n) for n in (9, 10, 13, 14, 101)] == [8, 10, 10, 12, 54]
+    assert [replace(mix, least_points=3).num_sliding_pages(n) for n in (11, 13, 14)] == [10, 10, 12]
+    # There is nothing to keep more of them for than one beside each page of tokens.
+    assert [mix.num_sliding_pages(n) for n in (0, 1, 2, 6)] == [0, 1, 2, 6]
+
+
+@pytest.mark.parametrize("kv_bytes", [0, 999, 1_099, 1_100, 5_000, 12_345, 1_234_567])
+def test_the_pools_together_are_the_most_that_fit(kv_bytes: int) -> None:
+    mix = replace(FULL_ONLY, bytes_per_sliding_page=100)
+
+    def num_bytes(num_pages: int) -> int:
+        return 1_000 * num_pages + 100 * mix.num_sliding_pages(num_pages)
+
+    num_pages = mix.num_pages(kv_bytes)
+    assert num_bytes(num_pages) <= kv_bytes < num_bytes(num_pages + 1)
+
+
+def test_a_chip_of_32_gb_holds_the_tokens_that_are_promised_for_e2b() -> None:
+    """The table of docs/performance.md: estimated, for nothing here was measured on a chip."""
+    config = model_config("e2b")
+    max_batch = 16
+    mix = PageMix.of_model(
+        config, "bfloat16", max_batch=max_batch, chunk_tokens=2048, tokens_per_point=8192
+    )
+    limit_bytes = int(31.25 * GIB * DEVICE_FRACTION)  # what a v6e's runtime offers
+    weight_bytes, temp_bytes = 6_560_000_000, 700_000_000
+    state_bytes = state_num_bytes(max_batch, config.vocab_size)
+    made = MemoryBudget(
+        limit_bytes=limit_bytes,
+        weight_bytes=weight_bytes,
+        state_bytes=state_bytes,
+        temp_bytes=temp_bytes,
+        kv_bytes=limit_bytes - weight_bytes - state_bytes - temp_bytes,
+        mix=mix,
+    )
+
+    made.check(8192)
+    assert (mix.bytes_per_page, mix.bytes_per_sliding_page) == (6 * 1024 * 32, 12 * 1024 * 32)
+    assert made.num_tokens >= 3_300_000
+    assert made.num_resume_points >= made.num_tokens // 8192
+    # Every token in every layer would cost 18 KiB.
+    assert made.num_tokens > 2.4 * made.kv_bytes / (18 * 1024)

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxserve.device.plan import PAGE_SIZE, DevicePlan, kv_bytes_per_page, make_plan, pages_for
-from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
+from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig, RopeConfig
 
 
 def plan(
@@ -12,6 +12,7 @@ def plan(
     return make_plan(
         dtype="float32",
         num_pages=100,
+        num_sliding_pages=50,
         max_batch=max_batch,
         max_model_len=max_model_len,
         is_accelerator=is_accelerator,
@@ -65,12 +66,12 @@ def test_pages_for_tokens(num_tokens: int, pages: int) -> None:
     assert pages_for(num_tokens) == pages
 
 
-def test_bytes_of_a_page_are_those_of_the_layers_that_own_a_cache() -> None:
+def test_bytes_of_a_page_are_those_of_the_kinds_layers_that_own_a_cache() -> None:
     rope = RopeConfig(theta=1e4, num_pairs=8)
 
-    def layer(head_dim: int, kv_source: int) -> LayerConfig:
+    def layer(kind: AttentionKind, head_dim: int, kv_source: int) -> LayerConfig:
         return LayerConfig(
-            kind="full",
+            kind=kind,
             num_heads=4,
             num_kv_heads=2,
             head_dim=head_dim,
@@ -84,7 +85,10 @@ def test_bytes_of_a_page_are_those_of_the_layers_that_own_a_cache() -> None:
         model_type="gemma4_text",
         vocab_size=8,
         model_dim=8,
-        layers=(layer(16, 0), layer(32, 1), layer(16, 0), layer(32, 1)),
+        layers=(
+            *(layer("full", 16, 0), layer("sliding", 64, 1), layer("full", 32, 2)),
+            *(layer("full", 16, 0), layer("full", 32, 2), layer("sliding", 64, 1)),
+        ),
         window=4,
         norm_eps=1e-6,
         attention_scale=1.0,
@@ -96,7 +100,8 @@ def test_bytes_of_a_page_are_those_of_the_layers_that_own_a_cache() -> None:
         max_position=64,
     )
 
-    # Keys and values of two heads of 16 and of 32 channels.
-    values_per_token = 2 * 2 * (16 + 32)
-    assert kv_bytes_per_page(config, "bfloat16") == 2 * PAGE_SIZE * values_per_token
-    assert kv_bytes_per_page(config, "float32") == 4 * PAGE_SIZE * values_per_token
+    # Keys and values of two heads, of 16 and of 32 channels in the two full-attention owners.
+    full, sliding = 2 * 2 * (16 + 32), 2 * 2 * 64
+    assert kv_bytes_per_page(config, "bfloat16", "full") == 2 * PAGE_SIZE * full
+    assert kv_bytes_per_page(config, "bfloat16", "sliding") == 2 * PAGE_SIZE * sliding
+    assert kv_bytes_per_page(config, "float32", "full") == 4 * PAGE_SIZE * full

@@ -19,7 +19,7 @@ from jaxserve.device.logprobs import RESULT_SIZE
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import ExtendShape
 from jaxserve.device.runner import StepProgram, step_programs
-from jaxserve.device.state import Column, make_state
+from jaxserve.device.state import make_state, row_size
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
 from jaxserve.models.registry import load_config
@@ -36,14 +36,20 @@ def step_of(
     """Return a program's function, the shape of what is staged for it, and its number of ids."""
     if isinstance(program, DecodeBucket):
         decode = partial(programs.decode, config=config, chunk_pages=plan.chunk_pages)
-        return decode, (program.rows, Column.TABLE + program.table_size), program.rows
+        return decode, (program.rows, row_size(program.table_size)), program.rows
     extend = partial(programs.extend, config=config, shape=program, scratch_slot=plan.num_slots)
     return extend, (program.staged_size,), program.num_sequences
 
 
 def empty_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
     dtype = stored_dtype(plan.dtype, is_accelerator=plan.is_accelerator)
-    return make_cache(config, num_pages=plan.num_pages, page_size=plan.page_size, dtype=dtype)
+    return make_cache(
+        config,
+        num_pages=plan.num_pages,
+        num_sliding_pages=plan.num_sliding_pages,
+        page_size=plan.page_size,
+        dtype=dtype,
+    )
 
 
 @pytest.mark.parametrize(

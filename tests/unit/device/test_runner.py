@@ -25,6 +25,7 @@ PLAN = DevicePlan(
     is_accelerator=False,
     page_size=4,
     num_pages=9,
+    num_sliding_pages=7,
     num_slots=4,
     max_model_len=32,
     row_buckets=(1, 2, 4),
@@ -79,8 +80,8 @@ class Recorder:
         programs["copy_pages"] = self._copy_pages
         return ModelRunner(NO_WEIGHTS, CONFIG, PLAN, programs)
 
-    def _copy_pages(self, cache: Any, pairs: Any) -> Any:
-        self.copies.append(pairs)
+    def _copy_pages(self, cache: Any, copies: Any) -> Any:
+        self.copies.append(copies)
         return cache
 
     def _write_table(self, state: Any, piece: Any) -> Any:
@@ -101,8 +102,10 @@ class Recorder:
         return self.calls[-1]
 
 
-def chunk(slot: int, ids: range, start: int = 0, *, sample: bool = True) -> ExtendChunk:
-    return ExtendChunk(slot=slot, token_ids=ids, start=start, sample=sample)
+def chunk(
+    slot: int, ids: range, start: int = 0, *, sample: bool = True, full_start: int = 0
+) -> ExtendChunk:
+    return ExtendChunk(slot=slot, token_ids=ids, start=start, sample=sample, full_start=full_start)
 
 
 @pytest.mark.parametrize(
@@ -130,14 +133,17 @@ def test_decode_stages_slots_positions_and_tables_row_by_row() -> None:
     runner = recorder.runner()
     for slot in (3, 1, 0):
         runner.open_slot(slot, SAMPLING, [1], [])
-        runner.set_pages(slot, 0, [slot + 1, slot + 5])
+        runner.set_pages(slot, 0, [slot + 1, slot + 5], "full")
+        runner.set_pages(slot, 1, [slot + 3], "sliding")
 
     pending = runner.decode([3, 1, 0], [5, 2, 7])
 
     _, staged = recorder.last
     assert staged[:, Column.SLOT].tolist() == [3, 1, 0, PLAN.num_slots]
     assert staged[:, Column.POSITION].tolist() == [5, 2, 7, 0]
-    assert staged[:, Column.TABLE :].tolist() == [[4, 8], [2, 6], [1, 5], [0, 0]]
+    tables, sliding_tables = np.split(staged[:, Column.TABLE :], 2, axis=1)
+    assert tables.tolist() == [[4, 8], [2, 6], [1, 5], [0, 0]]
+    assert sliding_tables.tolist() == [[0, 6], [0, 4], [0, 3], [0, 0]]
     assert pending.token_ids() == [100, 101, 102]
 
 
@@ -146,9 +152,12 @@ def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
     runner = recorder.runner()
     for slot in (2, 0):
         runner.open_slot(slot, SAMPLING, [1], [])
-        runner.set_pages(slot, 0, [slot + 1, slot + 2])
+        runner.set_pages(slot, 0, [slot + 1, slot + 2], "full")
+        runner.set_pages(slot, 0, [slot + 3], "sliding")
 
-    runner.extend([chunk(2, range(10, 16), start=1), chunk(0, range(20, 23), start=3)])
+    runner.extend(
+        [chunk(2, range(10, 16), start=1, full_start=4), chunk(0, range(20, 23), start=3)]
+    )
 
     shape, staged = recorder.last
     assert isinstance(shape, ExtendShape)
@@ -158,6 +167,8 @@ def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
     assert rows.start_R.tolist()[:3] == [1, 5, 3]
     assert rows.num_valid_R.tolist() == [4, 2, 3, 0]
     assert rows.table_RM.tolist()[:3] == [[3, 4], [3, 4], [1, 2]]
+    assert rows.sliding_table_RM.tolist()[:3] == [[5, 0], [5, 0], [3, 0]]
+    assert rows.full_start_R.tolist()[:3] == [4, 4, 0]
     assert rows_nF[:2, Column.SLOT].tolist() == [2, 0]
     # Where the chunk's last token lies among the flat ones, and its position in the sequence.
     assert rows_nF[:2, Column.TOKEN_INDEX].tolist() == [5, 10]
@@ -167,7 +178,7 @@ def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
 def test_a_chunk_that_samples_nothing_stores_its_id_in_the_scratch_slot() -> None:
     recorder = Recorder()
     runner = recorder.runner()
-    runner.set_pages(1, 0, [7])
+    runner.set_pages(1, 0, [7], "full")
 
     pending = runner.extend([chunk(1, range(4), sample=False), chunk(2, range(4))])
 
@@ -244,11 +255,11 @@ def test_opening_a_slot_writes_its_table_piece_by_piece_if_it_has_one() -> None:
 def test_a_queued_call_keeps_the_pages_that_it_was_given() -> None:
     recorder = Recorder()
     runner = recorder.runner()
-    runner.set_pages(0, 0, [5])
+    runner.set_pages(0, 0, [5], "full")
     runner.decode([0], [0])
 
     runner.open_slot(0, SAMPLING, [1], [])
-    runner.set_pages(0, 0, [6])
+    runner.set_pages(0, 0, [6], "full")
 
     assert recorder.last[1][0, Column.TABLE] == 5
 
@@ -272,5 +283,5 @@ def test_warm_up_runs_every_program_once_on_nothing() -> None:
 
 def test_copies_are_staged_with_the_rest_copying_the_scratch_page() -> None:
     recorder = Recorder()
-    recorder.runner().copy_pages([(3, 5), (1, 2)])
-    assert recorder.copies[-1].tolist() == [[3, 5], [1, 2], [0, 0], [0, 0]]
+    recorder.runner().copy_pages([(3, 5, 2, 4), (1, 2, 0, 0)])
+    assert recorder.copies[-1].tolist() == [[3, 5, 2, 4], [1, 2, 0, 0], [0] * 4, [0] * 4]

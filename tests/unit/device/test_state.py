@@ -14,6 +14,7 @@ from jaxserve.device.state import (
     make_state,
     read_adjustments,
     read_sampling,
+    read_tables,
     state_num_bytes,
 )
 from jaxserve.types import SamplingParams
@@ -109,29 +110,34 @@ def test_every_seed_is_staged(seed: int) -> None:
 def test_rows_come_in_the_order_of_their_slots_and_padding_is_the_scratch_slot() -> None:
     rows = HostRows(num_slots=4, table_size=2)
     for slot in range(4):
-        rows.set_pages(slot, 0, [10 + slot, 20 + slot])
+        rows.set_pages(slot, 0, [10 + slot, 20 + slot], "full")
+        rows.set_pages(slot, 1, [30 + slot], "sliding")
 
     staged = rows.stage([3, 0], 4, 2)
 
     assert staged[:, Column.SLOT].tolist() == [3, 0, 4, 4]
-    assert staged[:, Column.TABLE :].tolist() == [[13, 23], [10, 20], [0, 0], [0, 0]]
+    tables, sliding_tables = read_tables(jnp.asarray(staged))
+    assert tables.tolist() == [[13, 23], [10, 20], [0, 0], [0, 0]]
+    assert sliding_tables.tolist() == [[0, 33], [0, 30], [0, 0], [0, 0]]
     # Padding is greedy, so that it asks for no draw.
     assert staged[2:, Column.TEMPERATURE].tolist() == [0, 0]
 
 
 def test_a_smaller_table_is_the_front_of_the_whole() -> None:
     rows = HostRows(num_slots=1, table_size=4)
-    rows.set_pages(0, 0, [5, 6])
-    rows.set_pages(0, 2, [7, 8])
+    rows.set_pages(0, 0, [5, 6], "full")
+    rows.set_pages(0, 2, [7, 8], "full")
+    rows.set_pages(0, 1, [1, 2, 3], "sliding")
 
-    assert rows.stage([0], 1, 4)[0, Column.TABLE :].tolist() == [5, 6, 7, 8]
-    assert rows.stage([0], 1, 3)[0, Column.TABLE :].tolist() == [5, 6, 7]
+    assert rows.stage([0], 1, 4)[0, Column.TABLE :].tolist() == [5, 6, 7, 8, 0, 1, 2, 3]
+    assert rows.stage([0], 1, 3)[0, Column.TABLE :].tolist() == [5, 6, 7, 0, 1, 2]
 
 
 def test_opening_a_slot_forgets_the_sequence_before() -> None:
     rows = HostRows(num_slots=2, table_size=2)
     rows.open(1, SAMPLING, 3)
-    rows.set_pages(1, 0, [5, 6])
+    rows.set_pages(1, 0, [5, 6], "full")
+    rows.set_pages(1, 0, [7, 8], "sliding")
 
     rows.open(1, SamplingParams(max_tokens=1, seed=0, temperature=0.0), 3)
 
@@ -145,7 +151,7 @@ def test_what_is_staged_does_not_change_afterwards() -> None:
     staged = rows.stage([0], 1, 1)
     before = staged.tolist()
 
-    rows.set_pages(0, 0, [9])
+    rows.set_pages(0, 0, [9], "full")
 
     assert staged.tolist() == before
 

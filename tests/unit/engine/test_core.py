@@ -327,7 +327,7 @@ def test_submits_that_race_with_death_are_refused_or_failed() -> None:
 
 def test_a_lost_page_is_found_when_idle() -> None:
     engine = SteppedEngine()
-    engine.scheduler.pool.allocate(1)
+    engine.scheduler.pages.pool.allocate(1)
     engine.inbox.put(Stop())
     engine.core.run()
     assert isinstance(engine.faults[0], InvariantError)

@@ -133,9 +133,9 @@ def test_pages_are_taken_as_they_are_needed() -> None:
     engine = SteppedEngine(FakeRunner(page_size=4))
     engine.submit("a", prompt(4), 50)
     engine.step()
-    assert engine.scheduler.pool.num_used == 1
+    assert engine.scheduler.pages.pool.num_used == 1
     engine.step()
-    assert engine.scheduler.pool.num_used == 2
+    assert engine.scheduler.pages.pool.num_used == 2
 
 
 def test_the_latest_arrival_gives_way_when_pages_run_out_and_its_tokens_stay_the_same() -> None:
@@ -258,10 +258,10 @@ def test_an_empty_prompt_fails_alone() -> None:
 def test_integrity_check_finds_a_lost_page_and_a_lost_slot() -> None:
     scheduler = Scheduler(FakeRunner())
     scheduler.check_integrity()
-    pages = scheduler.pool.allocate(1) or []
+    pages = scheduler.pages.pool.allocate(1) or []
     with pytest.raises(InvariantError, match="1 pages are used"):
         scheduler.check_integrity()
-    scheduler.pool.release(pages)
+    scheduler.pages.pool.release(pages)
     scheduler._free_slots.pop()
     with pytest.raises(InvariantError, match="slots"):
         scheduler.check_integrity()

@@ -62,3 +62,19 @@ def test_a_bucket_a_little_too_slow_is_tried_again_now_and_then(times: StepTimes
     chosen = [times.largest_within(1.0) for _ in range(64)]
     assert chosen.count(MIDDLE) == 2
     assert chosen.count(SMALL) == 62
+
+
+def test_a_bucket_that_would_be_filled_to_a_small_part_is_not_the_quickest(
+    times: StepTimes,
+) -> None:
+    for bucket, duration_s in ((SMALL, 0.3), (MIDDLE, 0.4), (LARGE, 0.7)):
+        times.learn_extend(bucket, duration_s)
+    assert times.quickest_for(100, LARGE) is LARGE
+    assert times.quickest_for(32, LARGE) is LARGE
+    assert times.quickest_for(17, LARGE) is MIDDLE  # 0.4 / 16 before 0.7 / 17 and 0.3 / 8
+    assert times.quickest_for(8, LARGE) is SMALL
+    assert times.quickest_for(100, MIDDLE) is MIDDLE
+
+
+def test_the_largest_bucket_is_the_quickest_where_nothing_is_known(times: StepTimes) -> None:
+    assert times.quickest_for(1, MIDDLE) is MIDDLE

@@ -20,11 +20,16 @@ from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     DETOKENIZE_FIELDS,
+    FLUSH_FIELDS,
+    RELEASE_FIELDS,
     TOKENIZE_CHAT_FIELDS,
     TOKENIZE_FIELDS,
     parse_chat_completion,
     parse_completion,
     parse_detokenize,
+    parse_explain,
+    parse_flush,
+    parse_release,
     parse_tokenize,
 )
 from tests.fake_engine import FakeEngine
@@ -39,6 +44,9 @@ PARSERS: dict[str, Parse] = {
     COMPLETIONS: parse_completion,
     "/tokenize": parse_tokenize,
     "/detokenize": parse_detokenize,
+    "/v1/cache/explain": parse_explain,
+    "/v1/cache/release": parse_release,
+    "/v1/cache/flush": parse_flush,
 }
 TABLES = {
     CHAT: [CHAT_FIELDS],
@@ -46,6 +54,9 @@ TABLES = {
     COMPLETIONS: [COMPLETION_FIELDS],
     "/tokenize": [TOKENIZE_FIELDS, TOKENIZE_CHAT_FIELDS],
     "/detokenize": [DETOKENIZE_FIELDS],
+    "/v1/cache/explain": [CHAT_FIELDS, COMPLETION_FIELDS],
+    "/v1/cache/release": [RELEASE_FIELDS],
+    "/v1/cache/flush": [FLUSH_FIELDS],
 }
 USER: dict[str, Any] = {"role": "user", "content": "go"}
 CALLING: dict[str, Any] = {
@@ -58,6 +69,8 @@ NEEDED: dict[str, list[dict[str, Any]]] = {
     COMPLETIONS: [{"prompt": "go"}],
     "/tokenize": [{"prompt": "go"}, {"messages": [USER]}],
     "/detokenize": [{"tokens": [1, 2]}],
+    "/v1/cache/release": [{"session": "s"}],
+    "/v1/cache/flush": [{}],
 }
 
 
@@ -116,7 +129,8 @@ def test_schemas_are_schemas_with_all_fields_of_the_tables(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, TOKENIZE_CHAT_FIELDS]
+    "fields",
+    [CHAT_FIELDS, COMPLETION_FIELDS, TOKENIZE_FIELDS, TOKENIZE_CHAT_FIELDS, RELEASE_FIELDS],
 )
 def test_every_field_is_on_the_page_and_applied_ones_say_what_they_do(fields: FieldTable) -> None:
     page = api_page()
@@ -281,6 +295,10 @@ def test_stream_options_fit(path: str) -> None:
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": [USER]}),
         ("/detokenize", {"tokens": [1.5]}),
+        ("/v1/cache/explain", {"prompt": "a", "messages": [USER]}),
+        ("/v1/cache/release", {}),
+        ("/v1/cache/release", {"session": ""}),
+        ("/v1/cache/flush", {"session": "s"}),
     ],
 )
 def test_what_is_refused_does_not_fit(path: str, body: object) -> None:
@@ -307,7 +325,8 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     path = draw(st.sampled_from(sorted(NEEDED)))
     index = draw(st.integers(0, len(NEEDED[path]) - 1))
     body = dict(NEEDED[path][index])
-    for name in draw(st.lists(st.sampled_from(sorted(TABLES[path][index])), max_size=6)):
+    names = st.sampled_from(sorted(TABLES[path][index]) or ["none"])
+    for name in draw(st.lists(names, max_size=6)):
         body[name] = draw(st.one_of(PLAUSIBLE.get(name, SCALARS), VALUES))
     return path, body
 

@@ -1,10 +1,13 @@
 """Encoding: BOS by our rule alone, special tokens by name, and what is refused at load."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.text.tokenizer import Tokenizer
@@ -103,6 +106,69 @@ def test_sizes_and_special_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 1024
     assert {0, 1, 2, 105, 106} <= tokenizer.special_ids
     assert tokenizer.token_id("a") not in tokenizer.special_ids
+
+
+@given(
+    st.lists(
+        st.text(max_size=40)
+        | st.sampled_from([" " * 70, "\n" * 70, "<bos>", "<|turn>", "\u2581" * 9, "the cat"])
+    )
+)
+def test_no_token_takes_more_characters_than_the_longest_piece(parts: list[str]) -> None:
+    text = "".join(parts)
+    tokenizer = Tokenizer.load(TINY)
+    assert tokenizer.longest_piece == 32
+    num_tokens = len(tokenizer.encode(text, add_special_tokens=False))
+    assert num_tokens * tokenizer.longest_piece >= len(text)
+
+
+def taking_blanks(fields: dict[str, Any]) -> dict[str, Any]:
+    first, *others = fields["added_tokens"]
+    return {"added_tokens": [{**first, "lstrip": True}, *others]}
+
+
+def without_a_byte(fields: dict[str, Any]) -> dict[str, Any]:
+    model = fields["model"]
+    vocab = {"other" if piece == "<0xC3>" else piece: i for piece, i in model["vocab"].items()}
+    return {"model": {**model, "vocab": vocab}}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        lambda _: {"normalizer": {"type": "NFC"}},
+        lambda fields: {
+            "normalizer": {
+                "type": "Sequence",
+                "normalizers": [fields["normalizer"], {"type": "NFC"}],
+            }
+        },
+        lambda _: {
+            "normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": "\u2581"}
+        },
+        lambda _: {
+            "normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": "\u2581"}
+        },
+        lambda _: {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"String": " "},
+                "behavior": "Removed",
+                "invert": False,
+            }
+        },
+        lambda _: {"pre_tokenizer": {"type": "Whitespace"}},
+        lambda fields: {"model": {**fields["model"], "byte_fallback": False}},
+        taking_blanks,
+        without_a_byte,
+    ],
+)
+def test_where_characters_may_vanish_there_is_no_longest_piece(
+    tmp_path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    fields = json.loads((TINY / "tokenizer.json").read_text())
+    assert Tokenizer.load(write_variant(tmp_path, **change(fields))).longest_piece is None
 
 
 def test_bos_token_may_be_an_object(tmp_path: Path) -> None:

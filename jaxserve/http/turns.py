@@ -1,0 +1,130 @@
+"""The ids that a model's turns were generated as, for when they come back as text.
+
+A client sends the model's turns back with the next request, and a text's usual ids need not be
+those that were generated: the prompt would part from the cached one at the first such token. So
+what was generated is remembered by the text that it became, and stands in for that text's usual
+ids wherever a new prompt has the same bytes at the same place. A prompt's text never changes by it.
+
+Bounded, the least recently used is forgotten first; a salt's turns are known to that salt alone.
+Event loop only, but for `restore`, which is pure.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from jaxserve.text.tokenizer import Tokenizer
+
+MAX_TURN_BYTES = 16 << 20
+"""For some 10,000 turns of 250 tokens."""
+
+# A template opens the model's turn with a control token and a few words: a longer opening has none.
+_MAX_OPENING = 64
+_ENTRY_BYTES = 400
+_MAX_PLACES = 256  # of one text: an agent that says "done" says it often
+
+_Key = tuple[str | None, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn from the control token that opens it to its last generated id.
+
+    `start` is the position of its first id, in the prompt it was generated for as in those to come.
+    """
+
+    start: int
+    ids: "array[int]"
+
+
+class TurnMemory:
+    """Turns by salt and text."""
+
+    def __init__(self, max_bytes: int = MAX_TURN_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._by_text: OrderedDict[_Key, dict[int, Turn]] = OrderedDict()
+
+    def remember(
+        self,
+        salt: str | None,
+        text: str,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        tokenizer: Tokenizer,
+    ) -> None:
+        """Remember that an answer's text was these ids; the end id is none of them.
+
+        Control tokens within an answer come back as text, if at all, and must stay that.
+        """
+        special_ids = tokenizer.special_ids
+        end = len(prompt_ids)
+        openings = range(end - 1, max(end - 1 - _MAX_OPENING, -1), -1)
+        start = next((i for i in openings if prompt_ids[i] in special_ids), None)
+        if start is None or not output_ids or not special_ids.isdisjoint(output_ids):
+            return
+        turn = Turn(start, array("i", (*prompt_ids[start:], *output_ids)))
+        key = _key(salt, text)
+        known = self._by_text.pop(key, {})
+        self._num_bytes -= _size(known)
+        known.pop(start, None)
+        known[start] = turn
+        if len(known) > _MAX_PLACES:
+            del known[next(iter(known))]
+        self._by_text[key] = known
+        self._num_bytes += _size(known)
+        while self._num_bytes > self._max_bytes:
+            self._num_bytes -= _size(self._by_text.popitem(last=False)[1])
+
+    def find(self, salt: str | None, texts: Iterable[str]) -> list[Turn]:
+        """Return the turns that became one of these texts."""
+        found: list[Turn] = []
+        for key in {_key(salt, text): None for text in texts}:
+            if key in self._by_text:
+                self._by_text.move_to_end(key)
+                found += self._by_text[key].values()
+        return found
+
+
+def restore(ids: Sequence[int], turns: Iterable[Turn], tokenizer: Tokenizer) -> list[int]:
+    """Put the turns' ids in the place of others that spell the same, where they stood before."""
+    restored = list(ids)
+    # In order: a turn is where it was only once all turns before it are as they were.
+    for turn in sorted(turns, key=lambda turn: turn.start):
+        end = _end_of_same(restored, turn, tokenizer)
+        if end is not None:
+            restored[turn.start : end] = turn.ids
+    return restored
+
+
+def _end_of_same(ids: Sequence[int], turn: Turn, tokenizer: Tokenizer) -> int | None:
+    """Find where the ids from the turn's start on have spelled what it does; None: nowhere."""
+    if list(ids[turn.start : turn.start + 1]) != [turn.ids[0]]:
+        return None  # the control token may be there as text
+    expected = b"".join(_spelling(token_id, tokenizer) for token_id in turn.ids)
+    at = 0
+    for i in range(turn.start, len(ids)):
+        if i > turn.start and ids[i] in tokenizer.special_ids:
+            return None  # where the turn has text that spells the same, if anything
+        spelling = _spelling(ids[i], tokenizer)
+        if not expected.startswith(spelling, at):
+            return None
+        at += len(spelling)
+        if at == len(expected):
+            return i + 1
+    return None
+
+
+def _spelling(token_id: int, tokenizer: Tokenizer) -> bytes:
+    piece = tokenizer.piece(token_id)
+    return bytes((piece,)) if isinstance(piece, int) else piece.encode()
+
+
+def _key(salt: str | None, text: str) -> _Key:
+    return salt, blake2b(text.encode(), digest_size=16).digest()
+
+
+def _size(turns: dict[int, Turn]) -> int:
+    return sum(_ENTRY_BYTES + turn.ids.itemsize * len(turn.ids) for turn in turns.values())
