@@ -326,7 +326,7 @@ def run(num_examples: int) -> None:
 
 
 def test_the_tree_is_a_dict_of_prefixes() -> None:
-    run(100)
+    run(60)
 
 
 @pytest.mark.slow
