@@ -33,6 +33,7 @@ from jaxserve.guided.service import GrammarCompiler
 from jaxserve.guided.specs import read_warm_specs
 from jaxserve.guided.tables import GrammarSpec
 from jaxserve.guided.vocabulary import GrammarVocabulary
+from jaxserve.http.answer_parts import REASONING_FIELDS
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.grammars import Grammars
@@ -121,6 +122,7 @@ class _Server:
                 remembers_turns=not config.no_turn_memory,
                 heartbeat_s=config.heartbeat_s,
                 trust_request_chat_template=config.trust_request_chat_template,
+                reasoning_fields=REASONING_FIELDS[config.reasoning_field],
                 api_keys=config.api_key,
                 cors_origins=config.cors_origin,
             ),

@@ -130,6 +130,11 @@ class ServeConfig:
     trust_request_chat_template: bool = flag(
         "accept chat templates, which are programs, from requests", False, action="store_true"
     )
+    reasoning_field: str = flag(
+        "where answers tell the model's thoughts",
+        "both",
+        choices=("both", "reasoning", "reasoning_content", "none"),
+    )
     max_body_bytes: int = flag("largest request body", 32 << 20, metavar="N")
     log_level: str = flag(
         "least level to log", "INFO", type=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR")

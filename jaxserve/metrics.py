@@ -6,6 +6,8 @@ engine feeds them once a step or once a request, never once a token: a step's sh
 Any thread.
 """
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _LATENCY_BUCKETS_S = (
@@ -53,6 +55,12 @@ class Metrics:
             "guided_requests",
             "Sequences with a grammar that began, by what keeps them to it: device or host.",
             "path",
+        )
+        self._tool_calls = self._counter("tool_calls", "Calls of tools in answers.")
+        self._turn_faults = self._counter(
+            "turn_faults",
+            "Departures from a turn's syntax; all but not_a_call were put right.",
+            "fault",
         )
         self.serving_compiles = self._counter(
             "serving_compiles", "Programs compiled after start-up; 0 by contract."
@@ -126,6 +134,13 @@ class Metrics:
             self._ttft.observe(ttft_s)
             if num_output_tokens > 1:
                 self._tpot.observe((total_s - ttft_s) / (num_output_tokens - 1))
+
+    def observe_turn(self, num_calls: int, faults: Sequence[str]) -> None:
+        """Count an answer's calls, and what of it was not as it should be."""
+        if num_calls:
+            self._tool_calls.inc(num_calls)
+        for fault in faults:
+            self._turn_faults.labels(fault=fault).inc()
 
     def observe_failed(self) -> None:
         """Count a sequence that a fault ended."""

@@ -8,6 +8,7 @@ Where a request asks for log-probabilities, each token, of answer or prompt, has
 
 import asyncio
 import json
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,20 @@ from jaxserve.types import (
     TokenOutput,
 )
 
+DATA = Path(__file__).parent / "data"
 PAD, EOS, BOS, UNK, END_OF_TURN, IMAGE = range(6)
 _SPECIALS = ["<pad>", "<eos>", "<bos>", "<unk>", "<end>", "<image>"]
 _FIRST_BYTE = len(_SPECIALS)
 VOCAB_SIZE = _FIRST_BYTE + 256
 READY = EngineStatus(phase="ready")
+
+# Of Gemma 4's turns; a model that has them has them behind its bytes.
+MARKERS = [
+    *("<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"),
+    *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
+]
+MARKER_IDS = {spelling: VOCAB_SIZE + i for i, spelling in enumerate(MARKERS)}
+_AROUND_MARKERS = re.compile(f"({'|'.join(map(re.escape, MARKERS))})")
 
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]"
@@ -52,6 +62,16 @@ def ids(text: str | bytes) -> tuple[int, ...]:
     """The token ids of a text, without BOS."""
     data = text.encode() if isinstance(text, str) else text
     return tuple(_FIRST_BYTE + byte for byte in data)
+
+
+def turn_ids(text: str) -> tuple[int, ...]:
+    """The token ids of a text in which markers are spelled out."""
+    pieces = _AROUND_MARKERS.split(text)
+    return tuple(
+        token_id
+        for piece in pieces
+        for token_id in ([MARKER_IDS[piece]] if piece in MARKER_IDS else ids(piece))
+    )
 
 
 # The likeliest first: bytes and control tokens too, since they are spelled in ways of their own.
@@ -71,10 +91,19 @@ def score(token_id: int, num_top: int = MAX_LOGPROBS) -> TokenLogprobs:
     )
 
 
-def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
-    """Write the text side of a checkpoint into `folder` and load it."""
+def byte_model(folder: Path, *, max_model_len: int = 1000, is_gemma4: bool = False) -> ServedModel:
+    """Write the text side of a checkpoint into `folder` and load it.
+
+    `is_gemma4`: with the markers of Gemma 4's turns, and a template that knows them.
+    """
+    specials = [*enumerate(_SPECIALS)]
+    template = _CHAT_TEMPLATE
+    if is_gemma4:
+        specials += [(token_id, spelling) for spelling, token_id in MARKER_IDS.items()]
+        template = (DATA / "gemma4_chat" / "chat_template.jinja").read_text()
     vocab = {name: i for i, name in enumerate(_SPECIALS)}
     vocab |= {_piece(byte): _FIRST_BYTE + byte for byte in range(256)}
+    vocab |= {name: i for i, name in specials}
     tokenizer: dict[str, object] = {
         "version": "1.0",
         "truncation": None,
@@ -89,7 +118,7 @@ def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
                 "normalized": False,
                 "special": True,
             }
-            for i, name in enumerate(_SPECIALS)
+            for i, name in specials
         ],
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
         "pre_tokenizer": None,
@@ -118,14 +147,14 @@ def byte_model(folder: Path, *, max_model_len: int = 1000) -> ServedModel:
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(names))
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return ServedModel(
         id="org/byte-model",
         tokenizer=Tokenizer.load(folder),
         chat_template=ChatTemplate.load(folder),
         vocab_size=len(vocab),
         max_model_len=max_model_len,
-        end_token_ids=frozenset({EOS, END_OF_TURN}),
+        end_token_ids=frozenset({EOS, MARKER_IDS["<turn|>"] if is_gemma4 else END_OF_TURN}),
         placeholder_token_ids=frozenset({IMAGE}),
         created=1_700_000_000,
         defaults=SamplingDefaults(),
@@ -154,11 +183,21 @@ class Script:
     scores_per_event: int = 2
 
     @classmethod
-    def say(cls, text: str, *, ids_per_step: int = 1, cached_tokens: int = 0) -> Self:
-        """Generate a text and an end id."""
-        tokens = (*ids(text), EOS)
+    def say(
+        cls,
+        text: str,
+        *,
+        ids_per_step: int = 1,
+        cached_tokens: int = 0,
+        end: FinishReason = "stop",
+    ) -> Self:
+        """Generate a text, in which markers may be spelled out, and an end id.
+
+        Where it does not `end` with stop, there is no end id.
+        """
+        tokens = (*turn_ids(text), *((EOS,) if end == "stop" else ()))
         steps = (tokens[i : i + ids_per_step] for i in range(0, len(tokens), ids_per_step))
-        return cls(steps=tuple(steps), cached_tokens=cached_tokens)
+        return cls(steps=tuple(steps), cached_tokens=cached_tokens, end=end)
 
 
 class FakeStream:

@@ -4,13 +4,16 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from jaxserve.http.answer_parts import TurnPlan, WholeTurn
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.generation import Delta, Generation
+from jaxserve.http.limits import finish_details
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import STREAM_END, Answer, Choice
 from jaxserve.openai.usage import Timings, Usage
+from jaxserve.text.turns import Content, TurnEvent
 
 Logprobs = Mapping[str, object]
 
@@ -22,6 +25,7 @@ class AnswerWriter:
     Attributes:
         choices: `n` of each prompt.
         echoes: by prompt, what precedes its choices' text.
+        turns: how a chat's parts are written; None: there is nothing but text.
     """
 
     generation: Generation
@@ -31,10 +35,11 @@ class AnswerWriter:
     echoes: Sequence[Echo]
     options: GenerationOptions
     logprobs: LogprobsWriter
+    turns: TurnPlan | None = None
 
     async def whole(self) -> bytes:
         """Run to the end and write one body; a fault in any sequence is raised."""
-        texts = [[self._echo(index)] for index in range(len(self.choices))]
+        turns = [WholeTurn(self.turns, [self._echo(index)]) for index in range(len(self.choices))]
         ids: list[list[int]] = [[] for _ in self.choices]
         tokens: list[list[ScoredToken]] = [[] for _ in self.choices]
         choices = []
@@ -42,18 +47,20 @@ class AnswerWriter:
             async for output in outputs:
                 index = output.index
                 if isinstance(output, Delta):
-                    texts[index].append(output.delta.text)
+                    turns[index].add(output.delta.parts)
                     ids[index].extend(output.delta.token_ids)
                     tokens[index].extend(output.delta.tokens)
                     continue
-                texts[index].append(output.text)
+                turns[index].add(output.parts)
                 choices.append(
                     Choice(
                         index=index,
-                        text="".join(texts[index]),
+                        text="".join(turns[index].text),
+                        extras=turns[index].extras(),
                         token_ids=tuple(ids[index]),
                         finish_reason=output.reason,
                         stop_reason=output.stop_reason,
+                        finish_details=finish_details(output.cut_by),
                         logprobs=self._write([*self._echoed(index), *tokens[index]]),
                         prompt_logprobs=self._prompt_logprobs(index),
                     )
@@ -80,14 +87,18 @@ class AnswerWriter:
                 if isinstance(output, Delta):
                     delta = output.delta
                     logprobs = self._write(delta.tokens) if delta.tokens else None
-                    frame += answer.text_chunk(index, delta.text, delta.token_ids, logprobs, usage)
+                    frame += self._chunks(index, delta.parts, delta.token_ids, logprobs, usage)
                 else:
                     num_open -= 1
                     tells_timings = num_open == 0 and not options.include_usage
-                    timings = self._timings() if tells_timings else None
-                    frame += answer.text_chunk(index, output.text, (), None, usage)
+                    frame += self._chunks(index, output.parts, (), None, usage)
                     frame += answer.last_chunk(
-                        index, output.reason, output.stop_reason, usage, timings
+                        index,
+                        output.reason,
+                        output.stop_reason,
+                        usage,
+                        details=finish_details(output.cut_by),
+                        timings=self._timings() if tells_timings else None,
                     )
                 if frame:
                     yield frame
@@ -95,6 +106,29 @@ class AnswerWriter:
         if options.include_usage:
             end = answer.usage_chunk(self._usage(), self._timings())
         yield end + STREAM_END
+
+    def _chunks(
+        self,
+        index: int,
+        parts: Sequence[TurnEvent],
+        token_ids: tuple[int, ...],
+        logprobs: Logprobs | None,
+        usage: Usage | None,
+    ) -> bytes:
+        """Write a step's parts; what is known of its ids goes with the first."""
+        written = []
+        for part in parts:
+            if isinstance(part, Content):
+                chunk = self.answer.text_chunk(index, part.text, token_ids, logprobs, usage)
+            elif self.turns is None or (delta := self.turns.delta(part)) is None:
+                continue
+            else:
+                chunk = self.answer.delta_chunk(index, delta, token_ids, logprobs, usage)
+            written.append(chunk)
+            token_ids, logprobs = (), None
+        if not written:
+            return self.answer.text_chunk(index, "", token_ids, logprobs, usage)
+        return b"".join(written)
 
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.options.n].text
@@ -111,7 +145,7 @@ class AnswerWriter:
                 self.prompts[prompt].token_ids,
                 offsets,
                 (None, *self.choices[index].prompt.tokens),
-                strict=True,
+                strict=False,  # of a choice that was cut before, not all scores have come
             )
         ]
 
@@ -133,6 +167,7 @@ class AnswerWriter:
         return Usage(
             prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
             completion_tokens=generation.num_output_tokens,
+            reasoning_tokens=generation.num_thought_tokens,
             # As the prompts, each counted once: by its first sample.
             cached_tokens=sum(
                 generation.num_cached_tokens(p * n) for p in range(len(self.prompts))

@@ -1,24 +1,27 @@
-"""One choice as its reader sees it: token ids go in, text that is final comes out.
+"""One choice as its reader sees it: token ids go in, parts that are final come out.
 
-However the ids are split into pushes, the joined text is the same. No I/O.
+A text completion has one part, its text; a chat's are its thoughts, its content and its calls.
+However the ids are split into pushes, the joined parts are the same. No I/O.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.http.limits import CutBy, LoopDetector
 from jaxserve.http.served_model import ServedModel
 from jaxserve.openai.logprobs import ScoredToken
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.stop_strings import StopAutomaton, StopStrings
+from jaxserve.text.turns import CallEnded, CallStarted, Content, TurnEvent, TurnParser, merge
 from jaxserve.types import SamplingParams, TokenLogprobs
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """What a push gave: text that is final, the ids that count, and what is known of them."""
+    """What a push gave: parts that are final, the ids that count, and what is known of them."""
 
-    text: str = ""
+    parts: list[TurnEvent] = field(default_factory=list)
     token_ids: tuple[int, ...] = ()
     tokens: list[ScoredToken] = field(default_factory=list)
 
@@ -44,9 +47,11 @@ class ChoiceText:
     """Detokenizes one sequence and ends it at its first stop string.
 
     An id that ends the sequence is no text, nor is a stop string, unless the options include what
-    ended it. No stop string ends within the first min_tokens tokens.
+    ended it. No stop string ends within the first min_tokens tokens, or in anything but content.
 
     Attributes:
+        cut_by: what else ended it, if anything did.
+        num_calls: calls so far, the one under way included.
         is_muted: the echo is all of it; the one token that the engine must generate is nobody's.
         token_ids: those taken, up to the one that completed a stop string.
         prompt: scores of the prompt, as far as they have come; all of its choices share them.
@@ -61,8 +66,14 @@ class ChoiceText:
         *,
         prompt: PromptScores,
         offset: int,
+        turn: TurnParser | None = None,
+        max_calls: int | None = None,
+        tells_limit: bool = False,
     ) -> None:
-        """`offset` is the length of the text that precedes the choice's own."""
+        """`offset` is the length of the text that precedes the choice's own.
+
+        `turn` splits what is more than content; `max_calls` and `tells_limit` are a ToolUse's.
+        """
         self._detokenizer = Detokenizer(
             model.tokenizer, skip_special_tokens=options.skip_special_tokens
         )
@@ -75,6 +86,12 @@ class ChoiceText:
         self.is_muted = options.max_tokens == 0
         self._offset = offset
         self.token_ids: list[int] = []
+        self._turn = turn
+        self._max_calls = max_calls
+        self._tells_limit = tells_limit
+        self._loop = None if options.repetition is None else LoopDetector(options.repetition)
+        self.cut_by: CutBy | None = None
+        self.num_calls = 0
         self.prompt = prompt
 
     @property
@@ -84,8 +101,18 @@ class ChoiceText:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended the text; nothing may be pushed after it."""
-        return self._stops.hit is not None
+        """Whether the choice is over for its reader; nothing may be pushed after that."""
+        return self._stops.hit is not None or self.cut_by is not None
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Ids of thoughts so far."""
+        return 0 if self._turn is None else self._turn.num_thought_tokens
+
+    @property
+    def faults(self) -> Sequence[str]:
+        """What departed from the syntax of a turn."""
+        return () if self._turn is None else self._turn.faults
 
     @property
     def stop_reason(self) -> str | int | None:
@@ -96,16 +123,16 @@ class ChoiceText:
         return last_id if last_id in self._own_end_ids else None
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
-        """Take a step's ids; ids after the one that completes a stop string do not count."""
+        """Take a step's ids; ids after the one that ends the choice do not count."""
         delta = TextDelta()
         if self.is_muted:
             return delta
-        texts = []
         # One id at a time, because which id completed the stop string counts.
         for count, token_id in enumerate(token_ids, start=1):
             self.token_ids.append(token_id)
             is_text = token_id not in self._end_ids or self._includes_stop
-            text = self._detokenizer.push((token_id,)) if is_text else ""
+            # A chat's tokens are not told with their places in its text.
+            text = self._detokenizer.push((token_id,)) if is_text and self._turn is None else ""
             if logprobs:
                 # An id may make final, before its own text, that of the bytes in front of it.
                 before = len(text) - self._detokenizer.length(token_id) if text else 0
@@ -113,11 +140,18 @@ class ChoiceText:
                     token_id=token_id, offset=self._offset + before, scored=logprobs[count - 1]
                 )
                 delta.tokens.append(scored)
-            texts.append(self._take(text))
+            if self._turn is not None and is_text:
+                delta.parts += self._read(self._turn.push(token_id))
+            elif released := self._take(text):
+                delta.parts.append(Content(released))
+            if self._loop is not None and self._loop.push(token_id) and not self.is_stopped:
+                self.cut_by = "repetition"
             if self.is_stopped:
                 token_ids = token_ids[:count]
                 break
-        delta.text, delta.token_ids = "".join(texts), tuple(token_ids)
+        if len(delta.parts) > 1:
+            delta.parts = merge(delta.parts)
+        delta.token_ids = tuple(token_ids)
         return delta
 
     @property
@@ -127,12 +161,38 @@ class ChoiceText:
         is_end = bool(ids) and ids[-1] in self._end_ids and not self._includes_stop
         return ids[:-1] if is_end else ids
 
-    def finish(self) -> str:
-        """Return what was held back; may still find a stop string in it."""
-        if self.is_stopped:
-            return ""
+    def finish(self, *, is_cut: bool) -> list[TurnEvent]:
+        """Return what was held back; may still find a stop string in it.
+
+        `is_cut`: the end came before the model's own.
+        """
+        if self._stops.hit is not None:
+            return []
+        if self._turn is not None:
+            parts = self._read(self._turn.finish(is_cut=is_cut))
+        else:
+            parts = [Content(self._take(self._detokenizer.finish()))]
         # Where that completes a stop string, nothing is held any more.
-        return self._take(self._detokenizer.finish()) + self._stops.finish()
+        parts.append(Content(self._stops.finish()))
+        return merge([part for part in parts if not isinstance(part, Content) or part.text])
+
+    def _read(self, events: Sequence[TurnEvent]) -> list[TurnEvent]:
+        """Return a turn's parts up to where the choice ends."""
+        parts: list[TurnEvent] = []
+        for event in events:
+            if self.is_stopped:
+                break
+            if isinstance(event, Content):
+                released = self._take(event.text)
+                if released:
+                    parts.append(Content(released))
+                continue
+            parts.append(event)
+            if isinstance(event, CallStarted):
+                self.num_calls += 1
+            elif isinstance(event, CallEnded) and self.num_calls == self._max_calls:
+                self.cut_by = "max_tool_calls" if self._tells_limit else "calls"
+        return parts
 
     def _take(self, text: str) -> str:
         """Return what a piece of text releases."""

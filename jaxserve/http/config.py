@@ -16,6 +16,7 @@ class HttpConfig:
         dropped_from_system: regular expressions; what they find in system messages is no part of
             prompts.
         remembers_turns: what the model said stays the ids that it was when it comes back.
+        reasoning_fields: fields of an answer that tell the model's thoughts.
         heartbeat_s: a silent stream carries a comment this often; 0: never.
     """
 
@@ -24,5 +25,6 @@ class HttpConfig:
     remembers_turns: bool = True
     heartbeat_s: float = 15.0
     trust_request_chat_template: bool = False
+    reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     cors_origins: tuple[str, ...] = ()

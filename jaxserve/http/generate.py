@@ -7,16 +7,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve import logs
+from jaxserve.errors import InvalidRequestError
+from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.answers import AnswerWriter
 from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
-from jaxserve.http.generation import Engine, Generation
+from jaxserve.http.generation import Generation, Generator
 from jaxserve.http.grammars import guide, prepare
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
+from jaxserve.http.thought_budget import ThoughtBudget
+from jaxserve.metrics import Metrics
 from jaxserve.openai.fields import Name
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
@@ -29,7 +33,7 @@ _SESSION_HEADER = "X-Session-ID"
 
 async def generate(
     http: HttpRequest,
-    engine: Engine,
+    engine: Generator,
     model: ServedModel,
     config: HttpConfig,
     *,
@@ -37,6 +41,8 @@ async def generate(
     prompts: Sequence[EncodedPrompt],
     echoes: Sequence[Echo],
     options: GenerationOptions,
+    metrics: Metrics,
+    turns: TurnPlan | None = None,
     on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
 ) -> Response:
     """Generate `n` answers to each prompt; a stream is sent when the response is.
@@ -56,6 +62,9 @@ async def generate(
             model.end_token_ids,
             ensures_complete=options.ensure_complete,
         )
+    if turns is not None:
+        engine = _limited(engine, turns)
+        requests = [turns.fit(request) for request in requests]
     stop = StopAutomaton(options.stop)
     choices = []
     for first in range(0, len(requests), options.n):
@@ -64,8 +73,18 @@ async def generate(
         scores = PromptScores(num_expected=len(requests[first].prompt_ids) - 1 if is_scored else 0)
         offset = len(echoes[first // options.n].text)
         choices += [
-            ChoiceText(model, options, sampling, stop, prompt=scores, offset=offset)
-            for _ in range(options.n)
+            ChoiceText(
+                model,
+                options,
+                sampling,
+                stop,
+                prompt=scores,
+                offset=offset,
+                turn=None if turns is None else turns.parser(request, options),
+                max_calls=None if turns is None else turns.tool_use.max_calls,
+                tells_limit=turns is not None and turns.tool_use.tells_limit,
+            )
+            for request in requests[first : first + options.n]
         ]
     answer = kind(
         request_id=request_id,
@@ -75,7 +94,9 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
-    generation = Generation(engine, requests, choices, on_answer)
+    generation = Generation(
+        engine, requests, choices, timeout_s=options.timeout_s, on_answer=on_answer
+    )
     writer = AnswerWriter(
         generation=generation,
         answer=answer,
@@ -84,16 +105,37 @@ async def generate(
         echoes=echoes,
         options=options,
         logprobs=LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids),
+        turns=turns,
     )
+
+    def end() -> None:
+        generation.close()
+        for choice in choices:
+            metrics.observe_turn(choice.num_calls, choice.faults)
+
     if options.stream:
-        return EventStreamResponse(
-            writer.frames(), on_end=generation.close, heartbeat_s=config.heartbeat_s
-        )
+        return EventStreamResponse(writer.frames(), on_end=end, heartbeat_s=config.heartbeat_s)
     try:
         body = await run_while_connected(http.receive, writer.whole())
     finally:
-        generation.close()
+        end()
     return Response(body, media_type="application/json")
+
+
+def _limited(engine: Generator, turns: TurnPlan) -> Generator:
+    """Return an engine that keeps to the budget of thoughts, where there is one."""
+    if turns.thought_budget is None:
+        return engine
+    if turns.markers is None:
+        raise InvalidRequestError(
+            "thinking_token_budget: this model does not think", param="thinking_token_budget"
+        )
+    return ThoughtBudget(
+        engine=engine,
+        num_tokens=turns.thought_budget,
+        markers=turns.markers,
+        tokenizer=turns.model.tokenizer,
+    )
 
 
 def session_of(options: GenerationOptions, http: HttpRequest) -> str | None:

@@ -8,11 +8,14 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from jaxserve.engine.client import EngineStatus
 from jaxserve.errors import UnavailableError
 from jaxserve.http.choice import ChoiceText, TextDelta
+from jaxserve.http.limits import CutBy
+from jaxserve.openai.responses import FinishReason
+from jaxserve.text.turns import TurnEvent
 from jaxserve.types import (
     TERMINAL_EVENTS,
     EndedBy,
@@ -37,15 +40,19 @@ class EventStream(Protocol):
         """End the sequence; its terminal event still comes. Repeating it does nothing."""
 
 
-class Engine(Protocol):
+class Generator(Protocol):
+    """What runs sequences."""
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
+        """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
+
+
+class Engine(Generator, Protocol):
     """What HTTP needs of the engine; EngineClient is one."""
 
     @property
     def status(self) -> EngineStatus:
         """What the engine is doing."""
-
-    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
-        """Queue all sequences, or raise OverloadedError, UnavailableError or EngineDeadError."""
 
     async def flush_cache(self) -> int:
         """Drop every cached prefix that no request uses; return how many pages that were."""
@@ -70,14 +77,15 @@ class Ending:
     """The last thing of a choice.
 
     Attributes:
-        text: what was held back until the end.
+        parts: what was held back until the end.
         stop_reason: what ended it, where that was a stop string or one of the request's own ids.
     """
 
     index: int
-    text: str
-    reason: Literal["stop", "length"]
+    parts: Sequence[TurnEvent]
+    reason: FinishReason
     stop_reason: str | int | None
+    cut_by: CutBy | None
 
 
 class Generation:
@@ -85,14 +93,17 @@ class Generation:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Generator,
         requests: Sequence[GenerationRequest],
         choices: Sequence[ChoiceText],
+        *,
+        timeout_s: float | None = None,
         on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
     ) -> None:
         """Submit all sequences, or none where the engine refuses; choice i reads sequence i.
 
-        `on_answer` gets each sequence that has come to its end.
+        After `timeout_s` those that have not ended are cut. `on_answer` gets each that has come to
+        its end.
         """
         self._requests = requests
         self._choices = choices
@@ -101,6 +112,11 @@ class Generation:
         self._reasons = ["abort"] * len(requests)
         self._is_closed = False
         self._streams = engine.submit(requests)
+        self._timer = (
+            None
+            if timeout_s is None
+            else asyncio.get_running_loop().call_later(timeout_s, self._time_out)
+        )
 
     async def outputs(self) -> AsyncGenerator[Delta | Ending, None]:
         """Yield every choice's deltas and then its ending, as they come.
@@ -115,11 +131,14 @@ class Generation:
                 if isinstance(event, RequestFailed):
                     self._reasons[index] = "error"
                     raise event.error
+                ready: list[tuple[int, TokenOutput | RequestFinished]] = []
+                if not isinstance(event, TokenOutput):
+                    # Scores, or the end of the sequence that tells them, may free what is held.
+                    ready, held = held, []
                 if isinstance(event, PromptOutput):
                     self._choices[index].prompt.tokens += event.logprobs
-                    ready, held = held, []
                 else:
-                    ready = [(index, event)]
+                    ready.append((index, event))
                 for each in ready:
                     if not self._is_due(*each):
                         held.append(each)
@@ -130,6 +149,8 @@ class Generation:
         """Abort what still runs and log the request's line. Later calls do nothing."""
         if not self._is_closed:
             self._is_closed = True
+            if self._timer is not None:
+                self._timer.cancel()
             self._abort_all()
             self._log()
 
@@ -137,6 +158,11 @@ class Generation:
     def num_output_tokens(self) -> int:
         """Ids of all choices so far, end ids included."""
         return sum(choice.num_tokens for choice in self._choices)
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """Those of them that belong to thoughts."""
+        return sum(choice.num_thought_tokens for choice in self._choices)
 
     def num_cached_tokens(self, index: int) -> int:
         """Prompt tokens of an ended sequence that did not have to be computed."""
@@ -154,8 +180,10 @@ class Generation:
         return started_s, first_s, max((s.total_s for s in stats), default=first_s)
 
     def _is_due(self, index: int, event: TokenOutput | RequestFinished) -> bool:
+        choice = self._choices[index]
         is_abort = isinstance(event, RequestFinished) and event.reason == "abort"
-        return is_abort or self._choices[index].prompt.are_complete
+        # A choice that was cut waits for no scores: they may never come.
+        return is_abort or choice.cut_by is not None or choice.prompt.are_complete
 
     def _read(self, index: int, event: TokenOutput | RequestFinished) -> Delta | Ending | None:
         if isinstance(event, RequestFinished):
@@ -172,19 +200,31 @@ class Generation:
     def _end(self, index: int, event: RequestFinished) -> Ending:
         choice = self._choices[index]
         self._stats[index] = event.stats
-        text = choice.finish()
-        if choice.is_stopped:
-            reason: Literal["stop", "length"] = "stop"
+        is_late = choice.cut_by in ("timeout", "repetition")
+        parts = choice.finish(is_cut=is_late or event.reason != "stop")
+        if is_late:
+            reason: FinishReason = "length"
+        elif choice.is_stopped:
+            reason = "stop"
         elif event.reason == "abort":
             raise UnavailableError(
                 "The server stopped before this answer was complete.", retry_after_s=5
             )
         else:
             reason = "length" if choice.is_muted else event.reason
-        self._reasons[index] = reason
+        if reason == "stop" and choice.num_calls:
+            reason = "tool_calls"
+        self._reasons[index] = choice.cut_by or reason
         if self._on_answer is not None:
             self._on_answer(self._requests[index], choice)
-        return Ending(index, text, reason, choice.stop_reason)
+        return Ending(index, parts, reason, choice.stop_reason, choice.cut_by)
+
+    def _time_out(self) -> None:
+        """Cut the choices that are not over."""
+        for choice, stream, stats in zip(self._choices, self._streams, self._stats, strict=True):
+            if stats is None and not choice.is_stopped:
+                choice.cut_by = "timeout"
+                stream.abort("stop")
 
     def _abort_all(self) -> None:
         for stream in self._streams:

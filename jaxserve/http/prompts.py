@@ -8,6 +8,7 @@ from anyio import CapacityLimiter
 from anyio.lowlevel import RunVar
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError
+from jaxserve.http.conversations import render_conversation
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.turns import Turn, restore
 from jaxserve.openai.messages import Conversation
@@ -67,25 +68,23 @@ async def chat_prompt(
             param="chat_template",
         )
 
-    def run() -> EncodedPrompt:
-        text = model.chat_template.render(
-            [message.for_template() for message in conversation.messages],
-            add_generation_prompt=conversation.add_generation_prompt,
-            continue_final_message=conversation.continue_final_message,
-            source=conversation.chat_template,
-            variables=conversation.template_kwargs,
-        )
+    def check(text: str) -> None:
         _check_length(text, model, param="messages", must_fit=must_fit and keep is None)
-        ids = _encoded(text, model).token_ids
+
+    def run() -> EncodedPrompt:
+        text, ids = render_conversation(conversation, model, check)
         if turns:
-            ids = tuple(restore(ids, turns, model.tokenizer))
-        prompt = _truncated(EncodedPrompt(text, ids), keep)
+            ids = restore(ids, turns, model.tokenizer)
+        prompt = _truncated(EncodedPrompt(text, tuple(ids)), keep)
         check_ids(prompt.token_ids, model, param="messages", must_fit=must_fit)
         return prompt
 
-    cost = sum(len(each.text) + _CHARS_PER_PART * each.num_parts for each in conversation.messages)
-    if conversation.chat_template is not None or conversation.template_kwargs:
-        cost += _INLINE_CHARS  # how long a program or its variables take, nobody knows
+    cost = sum(
+        len(each.text) + len(each.reasoning) + _CHARS_PER_PART * each.num_parts
+        for each in conversation.messages
+    )
+    if conversation.takes_long:
+        cost += _INLINE_CHARS
     return await _run(run, cost)
 
 

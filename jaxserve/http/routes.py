@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
+from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
 from jaxserve.http.chats import Chats
@@ -102,6 +103,13 @@ class Endpoints:
             prompts=[await self._chats.prompt(request, model, must_fit=True)],
             echoes=[chat_echo(request.conversation) if request.options.echo else Echo()],
             options=request.options,
+            metrics=self._metrics,
+            turns=TurnPlan(
+                model=model,
+                tool_use=request.tool_use,
+                reasoning_fields=self._config.reasoning_fields if request.tells_reasoning else (),
+                thought_budget=request.thought_budget,
+            ),
             on_answer=partial(self._chats.remember, request, model),
         )
 
@@ -128,6 +136,7 @@ class Endpoints:
                 for prompt in prompts
             ],
             options=options,
+            metrics=self._metrics,
         )
 
     async def render(self, http: HttpRequest) -> Response:

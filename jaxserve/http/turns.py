@@ -106,6 +106,8 @@ def _end_of_same(ids: Sequence[int], turn: Turn, tokenizer: Tokenizer) -> int | 
     expected = b"".join(_spelling(token_id, tokenizer) for token_id in turn.ids)
     at = 0
     for i in range(turn.start, len(ids)):
+        if i > turn.start and ids[i] in tokenizer.special_ids:
+            return None  # where the turn has text that spells the same, if anything
         spelling = _spelling(ids[i], tokenizer)
         if not expected.startswith(spelling, at):
             return None

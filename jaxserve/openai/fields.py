@@ -325,6 +325,17 @@ class Mapped:
 
 
 @dataclass(frozen=True, slots=True)
+class Anything:
+    """Any JSON value."""
+
+    def __call__(self, value: object, path: str) -> object:
+        return value
+
+    def schema(self) -> Schema:
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
 class Neutral:
     """Accepts the values that ask for nothing, and refuses every other one as not supported."""
 

@@ -42,7 +42,7 @@ def decode_json(body: bytes) -> object:
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        repaired = _repair(body)
+        repaired = repair_surrogates(body)
         if repaired != body:
             try:
                 return orjson.loads(repaired)
@@ -54,8 +54,8 @@ def decode_json(body: bytes) -> object:
         ) from error
 
 
-def _repair(body: bytes) -> bytes:
-    """Return the body with its lone surrogates replaced."""
+def repair_surrogates(body: bytes) -> bytes:
+    """Return JSON with the escaped lone surrogates of its strings replaced by U+FFFD."""
     parts: list[bytes] = []
     start = 0
     if body.count(b"\\") > _MAX_ESCAPES:

@@ -46,6 +46,18 @@ MAX_ALLOWED_IDS = 1 << 18
 # Above every vocabulary: a larger top_k can only be a mistake.
 _MAX_TOP_K = 1 << 20
 LARGEST_BUDGET = (1 << 31) - 1
+MAX_TIMEOUT_S = 86_400.0
+# Each size is looked for at each token.
+MAX_PATTERN_SIZE = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repetition:
+    """Some ids, [min_size, max_size] of them, `min_count` times in a row."""
+
+    min_size: int
+    max_size: int
+    min_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +81,8 @@ class GenerationOptions:
         echo: the prompt's text precedes the answer's.
         grammar: what an answer has to be; None: anything.
         ensure_complete: it is to be that even where max_tokens ends it.
+        timeout_s: the answer is cut so long after its start.
+        repetition: it is cut where it repeats itself.
     """
 
     model: str | None
@@ -106,6 +120,8 @@ class GenerationOptions:
     echo: bool
     grammar: GrammarRequest | None = None
     ensure_complete: bool = False
+    timeout_s: float | None
+    repetition: Repetition | None
 
 
 _INCLUDE_USAGE = Field("include_usage", Boolean(), False, "end in a chunk with the usage")
@@ -238,6 +254,23 @@ _PROMPT_CACHE_KEY: Field[str | None] = Field(
     " so does the header X-Session-ID",
 )
 
+_TIMEOUT: Field[float | None] = Field(
+    "timeout_s",
+    Number(0, MAX_TIMEOUT_S, above_minimum=True),
+    None,
+    "seconds after which an answer is cut, waiting included",
+)
+_MAX_SIZE = Field("max_pattern_size", Integer(1, MAX_PATTERN_SIZE), 0, required=True)
+_MIN_SIZE = Field("min_pattern_size", Integer(1, MAX_PATTERN_SIZE), 1)
+_MIN_COUNT = Field("min_count", Integer(2, 1 << 20), 0, required=True)
+_REPETITION_DETECTION: Field[Values | None] = Field(
+    "repetition_detection",
+    Object(table((_MAX_SIZE, _MIN_SIZE, _MIN_COUNT))),
+    None,
+    "cut an answer that repeats min_pattern_size to max_pattern_size tokens min_count times in a"
+    " row",
+)
+
 OPTION_FIELDS = (
     MODEL,
     _MIN_TOKENS,
@@ -268,6 +301,8 @@ OPTION_FIELDS = (
     _REQUEST_ID,
     _CACHE_SALT,
     _PROMPT_CACHE_KEY,
+    _TIMEOUT,
+    _REPETITION_DETECTION,
     Field("user", Inert(Text()), None),
     Field("metadata", Inert(Mapped()), None),
     Field("store", Inert(Boolean()), None),
@@ -358,4 +393,21 @@ def read_options(
         echo=echo,
         grammar=grammar,
         ensure_complete=values[ENSURE_COMPLETE],
+        timeout_s=values[_TIMEOUT],
+        repetition=_read_repetition(values[_REPETITION_DETECTION]),
     )
+
+
+def _read_repetition(values: Values | None) -> Repetition | None:
+    if values is None:
+        return None
+    repetition = Repetition(
+        min_size=values[_MIN_SIZE], max_size=values[_MAX_SIZE], min_count=values[_MIN_COUNT]
+    )
+    if repetition.min_size > repetition.max_size:
+        raise InvalidRequestError(
+            f"min_pattern_size={repetition.min_size} exceeds"
+            f" max_pattern_size={repetition.max_size}",
+            param="repetition_detection.min_pattern_size",
+        )
+    return repetition

@@ -34,6 +34,8 @@ from jaxserve.openai.options import (
     N,
     read_options,
 )
+from jaxserve.openai.tool_calls import keep_exact_arguments
+from jaxserve.openai.tools import CHOICE_FIELDS, ToolUse, read_tool_use
 from jaxserve.types import MAX_LOGPROBS
 
 MAX_TOKEN_IDS = 1 << 19
@@ -48,9 +50,17 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatCompletionRequest:
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Attributes:
+        tells_reasoning: the answer has the model's thoughts.
+        thought_budget: most tokens of them; None: no limit.
+    """
 
     conversation: Conversation
+    tool_use: ToolUse
+    tells_reasoning: bool
+    thought_budget: int | None
     options: GenerationOptions
 
 
@@ -148,6 +158,15 @@ _TOP_LOGPROBS: Field[int | None] = Field(
     None,
     "with each, so many of the likeliest tokens; needs logprobs",
 )
+_INCLUDE_REASONING = Field(
+    "include_reasoning", Boolean(), True, "false: leave the model's thoughts out of the answer"
+)
+_THOUGHT_BUDGET: Field[int | None] = Field(
+    "thinking_token_budget",
+    Integer(-1, LARGEST_BUDGET),
+    None,
+    "most tokens of the model's thoughts, which are closed then; -1: no limit; not with logprobs",
+)
 CHAT_FIELDS = table(
     (
         *CONVERSATION_FIELDS,
@@ -157,16 +176,14 @@ CHAT_FIELDS = table(
         _CHAT_ECHO,
         _CHAT_LOGPROBS,
         _TOP_LOGPROBS,
-        Field("tool_choice", Neutral(("none", "auto")), None),
-        Field("parallel_tool_calls", Neutral((True, False)), None),
+        *CHOICE_FIELDS,
+        _INCLUDE_REASONING,
+        _THOUGHT_BUDGET,
         Field("functions", Neutral(([],)), None),
         Field("function_call", Neutral(("none", "auto")), None),
         Field("modalities", Neutral((["text"],)), None),
         Field("audio", Neutral(), None),
         Field("prediction", Neutral(), None),
-        Field("reasoning_effort", Neutral(("none",)), None),
-        Field("thinking_token_budget", Neutral(), None),
-        Field("include_reasoning", Neutral((True, False)), None),
         Field("verbosity", Neutral(("medium",)), None),
         Field("web_search_options", Neutral(), None),
         Field("prompt_cache_retention", Inert(Text()), None),
@@ -240,7 +257,7 @@ FLUSH_FIELDS = table(())
 
 def parse_chat_completion(body: bytes) -> ChatCompletionRequest:
     """Read the body of a chat completion request; raises InvalidRequestError naming the field."""
-    return _chat_completion(decode_json(body))
+    return _chat_completion(_decoded(body))
 
 
 def _chat_completion(value: object) -> ChatCompletionRequest:
@@ -254,15 +271,32 @@ def _chat_completion(value: object) -> ChatCompletionRequest:
     top = values[_TOP_LOGPROBS]
     if top and not values[_CHAT_LOGPROBS]:
         raise InvalidRequestError("top_logprobs needs logprobs=true.", param="top_logprobs")
+    options = read_options(
+        values,
+        max_tokens=max_tokens if newer is None else newer,
+        logprobs=(top or 0) if values[_CHAT_LOGPROBS] else None,
+        echo=values[_CHAT_ECHO],
+    )
     return ChatCompletionRequest(
         conversation=read_conversation(values),
-        options=read_options(
-            values,
-            max_tokens=max_tokens if newer is None else newer,
-            logprobs=(top or 0) if values[_CHAT_LOGPROBS] else None,
-            echo=values[_CHAT_ECHO],
-        ),
+        tool_use=read_tool_use(values),
+        tells_reasoning=values[_INCLUDE_REASONING],
+        thought_budget=_read_thought_budget(values, options),
+        options=options,
     )
+
+
+def _read_thought_budget(values: Values, options: GenerationOptions) -> int | None:
+    budget = values[_THOUGHT_BUDGET]
+    if budget is None or budget < 0:
+        return None
+    if options.logprobs is not None or options.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "thinking_token_budget goes with neither logprobs nor prompt_logprobs: the marker that"
+            " closes a thought has none",
+            param="thinking_token_budget",
+        )
+    return budget
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -298,6 +332,7 @@ def _completion(value: object) -> CompletionRequest:
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Read the body of a tokenize request; raises InvalidRequestError naming the field."""
     value = decode_json(body)
+    value = _decoded(body)
     is_chat = _is_chat(value)
     fields: FieldTable = TOKENIZE_CHAT_FIELDS if is_chat else TOKENIZE_FIELDS
     values = read_object(value, "", fields)
@@ -317,7 +352,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
 def parse_explain(body: bytes) -> ChatCompletionRequest | CompletionRequest:
     """Read the body of either generation request; a completion's must have one prompt."""
-    value = decode_json(body)
+    value = _decoded(body)
     if _is_chat(value):
         return _chat_completion(value)
     request = _completion(value)
@@ -338,6 +373,14 @@ def parse_flush(body: bytes) -> None:
     """Read the body of a flush, which may be empty and says nothing."""
     if body:
         read_object(decode_json(body), "", FLUSH_FIELDS)
+
+
+def _decoded(body: bytes) -> object:
+    """Decode a body that may be a chat's; its calls' arguments stay as they were written."""
+    value = decode_json(body)
+    if _is_chat(value):
+        keep_exact_arguments(value, body)
+    return value
 
 
 def _is_chat(value: object) -> bool:

@@ -7,7 +7,7 @@ chat answer or a completion's choice.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import orjson
@@ -16,7 +16,7 @@ from jaxserve.errors import ApiError
 from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
 from jaxserve.openai.usage import Timings, Usage
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 STREAM_END = b"data: [DONE]\n\n"
 
@@ -29,6 +29,8 @@ class Choice:
     """One finished choice.
 
     Attributes:
+        extras: a chat's thoughts and calls, as its message has them.
+        finish_details: says what else cut the choice, where something did.
         stop_reason: the stop string, or the id of `stop_token_ids`, that ended it, if one did.
         logprobs: its tokens' log-probabilities as the format writes them.
         prompt_logprobs: those of its prompt.
@@ -39,6 +41,8 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
+    extras: Mapping[str, object] = field(default_factory=dict)
+    finish_details: Mapping[str, object] = field(default_factory=dict)
     logprobs: Mapping[str, object] | None = None
     prompt_logprobs: Sequence[object] | None = None
 
@@ -122,21 +126,38 @@ class Answer(ABC):
         parts.append(b"}\n\n")
         return b"".join(parts)
 
+    def delta_chunk(
+        self,
+        index: int,
+        delta: Mapping[str, object],
+        token_ids: tuple[int, ...],
+        logprobs: Mapping[str, object] | None,
+        usage: Usage | None,
+    ) -> bytes:
+        """Carry one step's part of a chat that is no content."""
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        if self._return_token_ids:
+            choice["token_ids"] = token_ids
+        return self._chunk({"choices": [choice]}, usage)
+
     def last_chunk(
         self,
         index: int,
         finish_reason: FinishReason,
         stop_reason: str | int | None,
         usage: Usage | None,
+        *,
+        details: Mapping[str, object],
         timings: Timings | None = None,
     ) -> bytes:
-        """Close a choice; `timings`: nothing comes after it but the end."""
+        """Close a choice; `details` say what cut it; `timings`: only the end comes after it."""
         choice = {
             "index": index,
             **self._wire_finish(),
             "logprobs": None,
             "finish_reason": finish_reason,
             "stop_reason": stop_reason,
+            **details,
         }
         return self._chunk({"choices": [choice]}, usage, timings)
 
@@ -207,12 +228,16 @@ class ChatAnswer(Answer):
         return writer.chat(tokens)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
+        # Clients take no text beside calls for null.
+        content = choice.text or (None if "tool_calls" in choice.extras else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **choice.extras}
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **choice.finish_details,
             **self._token_ids(choice),
         }
 
@@ -269,6 +294,7 @@ class CompletionAnswer(Answer):
             "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **choice.finish_details,
             **ids,
             **(
                 {}

@@ -6,6 +6,7 @@ loaded; any thread.
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -44,6 +45,7 @@ class ChatTemplate:
             ModelLoadError: a template is not valid Jinja.
         """
         self._environment = _environment()
+        self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {
@@ -124,6 +126,14 @@ class ChatTemplate:
             )
         # The template may write the message more than once.
         return before.replace(mark, "")
+
+    def mentions(self, name: str, source: str | None = None) -> bool:
+        """Tell whether a template, `source` or the checkpoint's own, has a name in it.
+
+        One that has not cannot depend on it.
+        """
+        sources = self._sources.values() if source is None else (source,)
+        return any(re.search(rf"\b{re.escape(name)}\b", text) for text in sources)
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
         template = self._templates.get("tool_use") if with_tools else None

@@ -1,8 +1,9 @@
 """Text to token ids and back to pieces, by a checkpoint's tokenizer.json.
 
-It decides by itself when a BOS goes in front, whatever the file's post-processor says, and knows
-what each id stands for; joining that to a text is the detokenizer's. Immutable once loaded;
-encoding releases the GIL, so that a worker thread can take a long text.
+It decides by itself when a BOS goes in front, whatever the file's post-processor says, where a
+control token may come from, and knows what each id stands for; joining that to a text is the
+detokenizer's. Immutable once loaded; encoding releases the GIL, so that a worker thread can take a
+long text.
 """
 
 import json
@@ -17,6 +18,8 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.text.tokenizer_config import TokenizerConfig
 
 _FILE_NAME = "tokenizer.json"
+# Control by their spelling, also where a file says that they are ordinary.
+_CONTROL = re.compile(r"<\|.+|.+\|>|<(?:start|end)_of_\w+>|<mask>|\[multimodal\]")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # The decoder that the pieces below are true for: Gemma's.
 _SPACE = "\u2581"
@@ -36,6 +39,8 @@ class Tokenizer:
     Attributes:
         bos_id: the token that opens every prompt.
         special_ids: tokens that are control, not text.
+        controls: matches any one's spelling.
+        control_beginnings: what such a spelling can begin with, short of all of it.
         pieces: by id, the text that a token stands for, or the byte, where it stands for one.
         vocab_size: one more than the largest id.
         longest_piece: characters of a text that become one token, at most; None: there is no bound.
@@ -56,6 +61,9 @@ class Tokenizer:
                 f"{_FILE_NAME}: only Gemma's decoder is served, not {json.dumps(decoder)}"
             )
         self._tokenizer = tokenizer
+        _make_special(tokenizer)
+        # What of a text is control is decided here: the library would take it from data as well.
+        tokenizer.encode_special_tokens = True
         bos_id = self.token_id(bos_token)
         if bos_id is None:
             raise ModelLoadError(
@@ -64,6 +72,14 @@ class Tokenizer:
         self.bos_id = bos_id
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._control_ids = {added[token_id].content: token_id for token_id in self.special_ids}
+        # The longest first, as the library chooses.
+        spellings = sorted(self._control_ids, key=len, reverse=True)
+        self.controls = re.compile("|".join(map(re.escape, spellings)))
+        self.control_beginnings = frozenset(
+            spelling[:length] for spelling in spellings for length in range(1, len(spelling))
+        )
+        self._around_controls = re.compile(f"({self.controls.pattern})")
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         # An added token's spelling goes before the vocabulary's, as in the library's decoding.
         self.pieces: Mapping[int, str | int] = {
@@ -87,14 +103,26 @@ class Tokenizer:
             raise ModelLoadError(f"cannot read {path}: {error}") from error
         return cls(tokenizer, bos_token=TokenizerConfig.load(folder).special_tokens["bos_token"])
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool, stand_ins: Mapping[int, str] | None = None
+    ) -> list[int]:
         """Return the text's ids. Special tokens spelled out in the text become their ids.
 
         With `add_special_tokens` a BOS is put in front unless the ids begin with one already.
+        `stand_ins` maps characters, by their code, to what they stand for: what comes of that is
+        text, however it is spelled.
         """
-        # A batch of one: `encode` keeps the interpreter lock, and a long text would stop streams.
-        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = batch[0].ids
+        ids: list[int] = []
+        for i, piece in enumerate(self._around_controls.split(text)):
+            if i % 2:
+                ids.append(self._control_ids[piece])
+            elif piece:
+                if stand_ins:
+                    piece = piece.translate(stand_ins)
+                # A batch of one: `encode` keeps the interpreter lock, and a long text would stop
+                # streams. A batch of all would take every core.
+                batch = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+                ids += batch[0].ids
         if add_special_tokens and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
         return ids
@@ -133,6 +161,25 @@ class Tokenizer:
     def id_to_token(self, token_id: int) -> str | None:
         """Return a token's spelling in the vocabulary; None outside of it."""
         return self._tokenizer.id_to_token(token_id)
+
+
+def _make_special(tokenizer: tokenizers.Tokenizer) -> None:
+    """Let control tokens be special, whatever the file says.
+
+    Raises:
+        ModelLoadError: one takes white space from the text around it.
+    """
+    added = tokenizer.get_added_tokens_decoder().values()
+    ordinary = [t.content for t in added if not t.special and _CONTROL.fullmatch(t.content)]
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(content, special=True, normalized=False) for content in ordinary]
+    )
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special and (token.lstrip or token.rstrip or token.single_word):
+            raise ModelLoadError(
+                f"{_FILE_NAME}: the control token {token.content!r} strips text or wants a word's"
+                " borders, which none of Gemma's does"
+            )
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
 """One tiny server for all tests that need no more, and what others start their own with."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -102,3 +104,52 @@ def server(starting: Starting) -> ServerProcess:
 def fast_compiles() -> dict[str, str]:
     """Let XLA optimize nothing: these tests would wait for it, and are not about speed."""
     return {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+
+
+# Clients: none may look for anything but this machine while it is tested.
+
+SILENCE = {
+    "ANONYMIZED_TELEMETRY": "False",
+    "DO_NOT_TRACK": "1",
+    "LANGCHAIN_TRACING_V2": "false",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "LITELLM_TELEMETRY": "False",
+    "OTEL_SDK_DISABLED": "true",
+}
+
+
+@pytest.fixture
+def this_machine_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail a test whose client asks for another host's address."""
+    asked: list[object] = []
+    resolve = socket.getaddrinfo
+
+    def getaddrinfo(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if host not in ("127.0.0.1", b"127.0.0.1", "localhost", None):
+            asked.append(host)
+            raise OSError(f"the test may not reach {host!r}")
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    for name, value in SILENCE.items():
+        monkeypatch.setenv(name, value)
+    yield
+    assert asked == []
+
+
+LOCAL_ONLY = """
+import socket
+
+asked = []
+resolve = socket.getaddrinfo
+
+def getaddrinfo(host, *args, **kwargs):
+    if host not in ("127.0.0.1", b"127.0.0.1", "localhost", None):
+        asked.append(str(host))
+        raise OSError(f"the test may not reach {host!r}")
+    return resolve(host, *args, **kwargs)
+
+socket.getaddrinfo = getaddrinfo
+"""
+"""The same for a program of its own: it precedes it, and `asked` has the other hosts."""

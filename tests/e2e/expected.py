@@ -27,6 +27,9 @@ TOLERANCE = 2e-3
 
 BOS = 2
 
+TURN_MARKERS = frozenset({48, 49, 50, 52, 100, 101})
+"""Of thoughts and calls, which split a chat's turn."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:

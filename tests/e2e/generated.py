@@ -143,12 +143,17 @@ class Generator:
             "request_id": one("request_id", "mine", "{9}~"),
             "user": one("user", "somebody", ""),
             "min_tokens": one("min_tokens", 0, 1, max_tokens),
+            "timeout": one("timeout_s", 600, 86_400),
+            "loops": one("repetition_detection", {"max_pattern_size": 8, "min_count": 2}),
         }
         if is_chat:
             options |= {
                 "logprobs": lambda: {"logprobs": True, "top_logprobs": rng.choice((0, 1, 20))},
                 "kwargs": lambda: {"chat_template_kwargs": {"enable_thinking": True, "x": [1]}},
                 "tool_choice": one("tool_choice", "none", "auto"),
+                "tool_limits": lambda: {"parallel_tool_calls": False, "max_tool_calls": 1},
+                "reasoning": one("include_reasoning", True, False),
+                "effort": one("reasoning_effort", "none"),
             }
         else:
             options |= {

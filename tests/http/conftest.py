@@ -25,3 +25,22 @@ def serve(model: ServedModel) -> Serve:
         return build_app(engine, lambda: model, config=config or HttpConfig(), metrics=Metrics())
 
     return serve
+
+
+@pytest.fixture(scope="session")
+def gemma4(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    return byte_model(tmp_path_factory.mktemp("gemma4"), max_model_len=100_000, is_gemma4=True)
+
+
+@pytest.fixture
+def serve_gemma4(gemma4: ServedModel) -> Serve:
+    """Serve a model with the markers of Gemma 4's turns."""
+
+    def serve(
+        engine: FakeEngine, config: HttpConfig | None = None, metrics: Metrics | None = None
+    ) -> Starlette:
+        return build_app(
+            engine, lambda: gemma4, config=config or HttpConfig(), metrics=metrics or Metrics()
+        )
+
+    return serve

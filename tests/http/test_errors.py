@@ -78,12 +78,11 @@ async def test_bad_values(serve: Serve, path: str, fields: dict[str, object], pa
         ("x", "messages"),
         ([None], "messages[0]"),
         ([{}], "messages[0].role"),
-        ([USER, {"role": "tool", "content": "x"}], "messages[1].role"),
+        ([USER, {"role": "critic", "content": "x"}], "messages[1].role"),
+        ([USER, {"role": "tool", "content": "x"}], "messages[1].tool_call_id"),
+        ([USER, {"role": "tool", "content": "x", "tool_call_id": "c"}], "messages[1].tool_call_id"),
         ([USER, {"role": 5, "content": "x"}], "messages[1].role"),
-        ([{"role": "user"}], "messages[0].content"),
-        ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
-        ([{"role": "user", "content": []}], "messages[0].content"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
@@ -96,7 +95,10 @@ async def test_bad_values(serve: Serve, path: str, fields: dict[str, object], pa
         ),
         ([{**USER, "name": "ann"}], "messages[0].name"),
         ([{**USER, "other": 1}], "messages[0].other"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        (
+            [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+            "messages[0].tool_calls[0].id",
+        ),
     ],
 )
 async def test_bad_messages(serve: Serve, messages: object, param: str) -> None:

@@ -117,20 +117,24 @@ async def test_sequences_are_counted_before_any_is_tokenized(
     assert (await ask(serve, COMPLETIONS, {"prompt": ["x"] * 64, "n": 2})).status == 200
 
 
-def messages_of(*num_parts: int) -> dict[str, Any]:
+def messages_of(num_parts: int, num_calls: int) -> dict[str, Any]:
     part = {"type": "text", "text": ""}
-    return {"messages": [{"role": "user", "content": [part] * count} for count in num_parts]}
+    function = {"name": "f", "arguments": "{}"}
+    calls = [{"id": f"{i}", "type": "function", "function": function} for i in range(num_calls)]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in calls]
+    caller = {"role": "assistant", "tool_calls": calls}
+    return {"messages": [{"role": "user", "content": [part] * num_parts}, caller, *results]}
 
 
-async def test_messages_and_parts_are_counted_before_any_is_read(
+async def test_messages_parts_and_calls_are_counted_before_any_is_read(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "MAX_MESSAGES", 9)
-    assert (await ask(serve, CHAT, messages_of(3, 4))).status == 200
+    assert (await ask(serve, CHAT, messages_of(3, 2))).status == 200
     for path in (CHAT, RENDER, "/tokenize"):
-        reply = await ask(serve, path, messages_of(3, 5))
+        reply = await ask(serve, path, messages_of(2, 3))
         assert (reply.status, reply.error["param"]) == (400, "messages")
-        assert "10 messages and parts; at most 9" in reply.error["message"]
+        assert "10 messages, parts and calls; at most 9" in reply.error["message"]
 
 
 @pytest.mark.parametrize("count", [8193, 10**6])

@@ -41,11 +41,11 @@ def said(seed: int) -> tuple[int, ...]:
     return tuple(i for unit in units for i in unit)
 
 
-def serve(engine: FakeEngine, **config: Any) -> Starlette:
-    model = ServedModel(
+def tiny_model(template: ChatTemplate) -> ServedModel:
+    return ServedModel(
         id="tiny",
         tokenizer=TOKENIZER,
-        chat_template=ChatTemplate.load(TINY),
+        chat_template=template,
         vocab_size=1024,
         max_model_len=4096,
         end_token_ids=frozenset({1, END}),
@@ -53,6 +53,20 @@ def serve(engine: FakeEngine, **config: Any) -> Starlette:
         created=0,
         defaults=SamplingDefaults(),
     )
+
+
+MODEL = tiny_model(ChatTemplate.load(TINY))
+
+
+@pytest.fixture(scope="module")
+def gemma4_text() -> ServedModel:
+    """The tokenizer with Gemma 4's own template."""
+    names = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    source = (TINY.parent / "gemma4_chat" / "chat_template.jinja").read_text()
+    return tiny_model(ChatTemplate({"default": source}, special_tokens=names))
+
+
+def serve(engine: FakeEngine, model: ServedModel = MODEL, **config: Any) -> Starlette:
     return build_app(engine, lambda: model, config=HttpConfig(**config), metrics=Metrics())
 
 
@@ -64,9 +78,11 @@ async def answer(app: Starlette, messages: list[Any], **fields: Any) -> str:
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in reply.chunks)
 
 
-async def plain_ids(messages: list[Any]) -> tuple[int, ...]:
+async def plain_ids(
+    messages: list[Any], model: ServedModel = MODEL, **fields: Any
+) -> tuple[int, ...]:
     """What a server that remembers nothing makes of a conversation."""
-    reply = await post(serve(FakeEngine()), RENDER, {"messages": messages})
+    reply = await post(serve(FakeEngine(), model), RENDER, {"messages": messages, **fields})
     return tuple(reply.json["token_ids"])
 
 
@@ -211,6 +227,46 @@ async def test_a_turn_that_was_continued_comes_back_whole() -> None:
     assert engine.prompts[1][: len(known)] == known
 
 
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agents_turns_stand_in_where_they_are_content(
+    gemma4_text: ServedModel, stream: bool
+) -> None:
+    """Before a call and behind its result; the turn with the call is what the template writes."""
+    first, last = said(15), said(16)
+    tokenizer = gemma4_text.tokenizer
+    call = tokenizer.encode("<|tool_call>call:search{}<tool_call|>", add_special_tokens=False)
+    engine = replying(first, tuple(call), last)
+    app = serve(engine, gemma4_text)
+    fields = {"tools": [SEARCH], "stream": stream}
+    history: list[Any] = [HI]
+    text = await answer(app, history, **fields)
+    history += [{"role": "assistant", "content": text}, NEXT]
+    known = (*engine.prompts[0], *first)
+    reply = await post(app, CHAT, {"messages": history, "tools": [SEARCH]})
+    assert engine.prompts[1][: len(known)] == known
+    said_call = reply.json["choices"][0]["message"]
+    [called] = said_call["tool_calls"]
+    result = {"role": "tool", "tool_call_id": called["id"], "content": "<|turn>nothing<turn|>"}
+    history += [said_call, result]
+    text = await answer(app, history, **fields)
+    known = (*engine.prompts[1], *call)
+    assert engine.prompts[2][: len(known)] == known
+    history += [{"role": "assistant", "content": text}, NEXT]
+    await answer(app, history, **fields)
+    known = (*engine.prompts[2], *last)
+    assert engine.prompts[3][: len(known)] == known
+    assert known != (await plain_ids(history, gemma4_text, tools=[SEARCH]))[: len(known)]
+
+
 def turn_of(start: int, text: str) -> Turn:
     return Turn(start, restore_ids(105, *(TOKENIZER.token_id(letter) or 0 for letter in text)))
 
@@ -229,6 +285,9 @@ def test_text_that_spells_a_control_token_does_not_become_one() -> None:
     cat = TOKENIZER.encode("cat", add_special_tokens=False)
     assert cat != [c, a, t]
     assert restore([7, 105, *cat, END], [turn_of(1, "cat")], TOKENIZER) == [7, 105, c, a, t, END]
+    # Nor does a control token become text.
+    ended = [7, 105, c, END]
+    assert restore(ended, [turn_of(1, "c<turn|>")], TOKENIZER) == ended
     assert restore([7, 105], [turn_of(1, "cat")], TOKENIZER) == [7, 105]
     assert restore([7], [turn_of(1, "cat")], TOKENIZER) == [7]
 

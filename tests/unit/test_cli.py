@@ -69,6 +69,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "cors_origin": ("https://a.example", "*"),
         "generation_config": "off",
         "trust_request_chat_template": True,
+        "reasoning_field": "none",
         "max_body_bytes": 7,
         "log_level": "DEBUG",
     }

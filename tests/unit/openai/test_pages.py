@@ -63,6 +63,11 @@ TABLES = {
     "/v1/grammar/check": [GRAMMAR_CHECK_FIELDS],
 }
 USER: dict[str, Any] = {"role": "user", "content": "go"}
+CALLING: dict[str, Any] = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}],
+}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "x"}
 NEEDED: dict[str, list[dict[str, Any]]] = {
     CHAT: [{"messages": [USER]}],
     COMPLETIONS: [{"prompt": "go"}],
@@ -192,6 +197,8 @@ EXAMPLES: list[tuple[str, list[Any]]] = [
     ("guided_decoding_backend", ["auto"]),
     ("ensure_complete", [False]),
     ("vllm_xargs", [{}]),
+    ("timeout_s", [0.5, 86400]),
+    ("repetition_detection", [{"max_pattern_size": 1, "min_count": 2}]),
 ]
 OWN_EXAMPLES: dict[str, list[tuple[str, list[Any]]]] = {
     CHAT: [
@@ -202,7 +209,9 @@ OWN_EXAMPLES: dict[str, list[tuple[str, list[Any]]]] = {
         ("chat_template", ["x"]),
         ("chat_template_kwargs", [{}, {"enable_thinking": True}]),
         ("add_special_tokens", [True, False]),
-        ("tools", [[]]),
+        ("messages", [[{**USER, "content": None}], [{**USER, "content": []}]]),
+        ("messages", [[USER, {**CALLING, "content": None}, RESULT]]),
+        ("tools", [[], [{"type": "function", "function": {"name": "f", "strict": True}}]]),
         ("documents", [[]]),
         ("mm_processor_kwargs", [{}]),
         ("max_completion_tokens", [1]),
@@ -210,11 +219,13 @@ OWN_EXAMPLES: dict[str, list[tuple[str, list[Any]]]] = {
         ("top_logprobs", [0]),
         ("tool_choice", ["none", "auto"]),
         ("parallel_tool_calls", [True, False]),
+        ("max_tool_calls", [1, 128]),
         ("functions", [[]]),
         ("function_call", ["none"]),
         ("modalities", [["text"]]),
-        ("reasoning_effort", ["none"]),
+        ("reasoning_effort", ["none", "high"]),
         ("include_reasoning", [True, False]),
+        ("thinking_token_budget", [-1, 0, 100]),
         ("verbosity", ["medium"]),
         ("prompt_cache_retention", ["24h"]),
     ],
@@ -292,7 +303,7 @@ def test_stream_options_fit(path: str) -> None:
         (CHAT, {"messages": []}),
         (CHAT, {"messages": [{**USER, "role": "tool"}]}),
         (CHAT, {"messages": [{**USER, "name": "ann"}]}),
-        (CHAT, {"messages": [{"role": "user", "content": None}]}),
+        (CHAT, {"messages": [{"role": "user", "tool_calls": CALLING["tool_calls"]}]}),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         (CHAT, {"messages": [USER], "tools": [{}]}),
         ("/tokenize", {}),

@@ -124,7 +124,9 @@ def test_no_token_takes_more_characters_than_the_longest_piece(parts: list[str])
 
 def taking_blanks(fields: dict[str, Any]) -> dict[str, Any]:
     first, *others = fields["added_tokens"]
-    return {"added_tokens": [{**first, "lstrip": True}, *others]}
+    # Of a control token, that is refused.
+    word = {**first, "id": 1024, "content": "word", "special": False, "lstrip": True}
+    return {"added_tokens": [first, *others, word]}
 
 
 def without_a_byte(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,194 @@
+"""Thoughts of a limited length: an engine around the engine, which closes a thought in time.
+
+Where a thought has had its tokens, the sequence goes on as another one, whose prompt is all that
+there is and the marker that ends a thought; the prefix cache has nearly all of it. Its reader sees
+one sequence, with the marker among its ids. Noise depends on seed and position alone, so what
+follows is what one sequence would have sampled behind that marker. Event loop only.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from jaxserve.errors import OverloadedError, UnavailableError
+from jaxserve.http.answer_parts import with_ban
+from jaxserve.http.generation import EventStream, Generator
+from jaxserve.text.markers import Markers
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.types import (
+    EndedBy,
+    GenerationRequest,
+    OutputEvent,
+    RequestFailed,
+    RequestFinished,
+    TokenOutput,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThoughtBudget:
+    """An engine whose sequences think for `num_tokens` tokens, at most, behind the opening marker.
+
+    The tokens of all thoughts of a sequence are counted together. Log-probabilities are not served:
+    the closing marker has none.
+    """
+
+    engine: Generator
+    num_tokens: int
+    markers: Markers
+    tokenizer: Tokenizer
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
+        """Queue all sequences, or raise as the engine does."""
+        closers = [self._closer_of(request) for request in requests]
+        streams = self.engine.submit(
+            [
+                self.continued(request, closer) if closer else request
+                for request, closer in zip(requests, closers, strict=True)
+            ]
+        )
+        return [_Stream(self, *each) for each in zip(requests, streams, closers, strict=True)]
+
+    def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Tell whether a prompt ends within a thought."""
+        special = self.tokenizer.special_ids
+        last = next((i for i in reversed(prompt_ids) if i in special), None)
+        return last == self.markers.thought_start
+
+    def closer(self, last_id: int) -> tuple[int, ...]:
+        """Return the ids that end a thought behind an id: with a new line, as templates do."""
+        piece = self.tokenizer.piece(last_id)
+        if isinstance(piece, str) and piece.endswith("\n"):
+            return (self.markers.thought_end,)
+        newline = self.tokenizer.encode("\n", add_special_tokens=False)
+        return (*newline, self.markers.thought_end)
+
+    def continued(self, request: GenerationRequest, ids: Sequence[int]) -> GenerationRequest:
+        """Return what goes on behind ids, which are fewer than the request may have."""
+        sampling = request.sampling
+        return replace(
+            request,
+            request_id=f"{request.request_id}.thought",
+            prompt_ids=(*request.prompt_ids, *ids),
+            sampling=replace(
+                with_ban(sampling, self.markers.thought_start),
+                max_tokens=sampling.max_tokens - len(ids),
+                min_tokens=max(0, sampling.min_tokens - len(ids)),
+            ),
+        )
+
+    def _closer_of(self, request: GenerationRequest) -> tuple[int, ...]:
+        """Return what closes a thought that the prompt has opened and that may not begin."""
+        if self.num_tokens or not self.is_in_thought(request.prompt_ids):
+            return ()
+        closer = self.closer(request.prompt_ids[-1])
+        return closer if len(closer) < request.sampling.max_tokens else ()
+
+
+class _Stream:
+    """The events of one sequence, or of two that are one to their reader."""
+
+    def __init__(
+        self,
+        budget: ThoughtBudget,
+        request: GenerationRequest,
+        stream: EventStream,
+        closer: tuple[int, ...],
+    ) -> None:
+        self._budget = budget
+        self._request = request
+        self._stream = stream
+        self._events = aiter(stream)
+        self._next: EventStream | None = None
+        self._ids = [*closer]
+        self._ready: deque[OutputEvent] = deque()
+        self._is_in_thought = budget.is_in_thought(request.prompt_ids) and not closer
+        self._num_left = budget.num_tokens
+        self._is_aborted = False
+        self._finished: RequestFinished | None = None
+        if closer:
+            self._ready.append(TokenOutput(request.request_id, closer))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> OutputEvent:
+        if self._ready:
+            return self._ready.popleft()
+        event = await anext(self._events)
+        while self._next is not None and isinstance(event, TokenOutput):
+            event = await anext(self._events)  # sampled before the engine saw the abort
+        if isinstance(event, TokenOutput):
+            return self._cut(event)
+        if isinstance(event, RequestFailed):
+            if self._next is not None:
+                self._next.abort()
+            return event
+        if not isinstance(event, RequestFinished):
+            return event
+        if self._next is None:
+            return self._joined(event)
+        self._finished = event
+        self._stream, self._next = self._next, None
+        self._events = aiter(self._stream)
+        return await anext(self)
+
+    def abort(self, reason: EndedBy = "abort") -> None:
+        """End the sequence; its terminal event still comes."""
+        self._is_aborted = True
+        self._stream.abort(reason)
+        if self._next is not None:
+            self._next.abort(reason)
+
+    def _cut(self, event: TokenOutput) -> TokenOutput:
+        """Take a step's ids, up to where a thought has to end."""
+        for count, token_id in enumerate(event.token_ids, start=1):
+            self._ids.append(token_id)
+            if self._is_to_close(token_id):
+                closer = self._switch(token_id)
+                if closer:
+                    self._ids += closer
+                    self._is_in_thought = False
+                    return replace(event, token_ids=(*event.token_ids[:count], *closer))
+        return event
+
+    def _is_to_close(self, token_id: int) -> bool:
+        markers = self._budget.markers
+        if token_id == markers.thought_end:
+            self._is_in_thought = False
+        elif self._is_in_thought:
+            self._num_left -= 1
+        elif token_id == markers.thought_start:
+            self._is_in_thought = True
+        is_end = token_id in self._request.sampling.stop_token_ids
+        return self._is_in_thought and self._num_left <= 0 and not is_end
+
+    def _switch(self, last_id: int) -> tuple[int, ...]:
+        """Begin the sequence that goes on; returns the ids that close the thought.
+
+        Where the engine takes no further sequence, or nothing could follow, the thought goes on.
+        """
+        closer = self._budget.closer(last_id)
+        num_left = self._request.sampling.max_tokens - len(self._ids) - len(closer)
+        if self._is_aborted or num_left < 1 or self._finished is not None:
+            return ()
+        request = self._budget.continued(self._request, [*self._ids, *closer])
+        try:
+            [self._next] = self._budget.engine.submit([request])
+        except (OverloadedError, UnavailableError):
+            return ()
+        self._stream.abort("stop")
+        return closer
+
+    def _joined(self, event: RequestFinished) -> RequestFinished:
+        """Tell the end of both sequences as one's."""
+        if self._finished is None:
+            return event
+        first = self._finished.stats
+        stats = replace(
+            first,
+            num_output_tokens=first.num_output_tokens + event.stats.num_output_tokens,
+            total_s=first.total_s + event.stats.total_s,
+        )
+        return replace(event, request_id=self._request.request_id, stats=stats)
