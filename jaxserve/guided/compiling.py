@@ -23,7 +23,7 @@ from jaxserve.guided.vocabulary import FIRST_MARK, GrammarVocabulary
 COMPILER_VERSION = 1
 """Of what tables a source gives: raise it, and cached ones are not used again."""
 
-MAX_TABLE_BYTES = 16 << 20
+MAX_TABLE_BYTES = 32 << 20
 """Of `next_SC` and `masks_DW` together; larger grammars run on the host."""
 
 ANY_OBJECT = '{"type": "object"}'
