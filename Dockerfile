@@ -20,8 +20,8 @@ COPY LICENSE README.md pyproject.toml ./
 COPY jaxserve/__init__.py jaxserve/
 # gguf reads the demo model, whose own packages hold weights and are fetched by who runs the image.
 RUN case "$DEVICE" in \
-      cpu) extras=hf ;; \
-      tpu) extras=hf,tpu ;; \
+      cpu) extras=hf,guided ;; \
+      tpu) extras=hf,guided,tpu ;; \
       *) echo "DEVICE is cpu or tpu, not $DEVICE" >&2; exit 1 ;; \
     esac && \
     PYTHONPATH=/opt/tools /opt/jaxserve/bin/python -m hatchling build --target wheel --directory /tmp/stub && \

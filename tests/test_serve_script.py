@@ -49,7 +49,8 @@ def test_what_jax_does_not_is_none(tmp_path: Path, devices: list[tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("devices", "extras"), [([], "demo,hf"), ([("0x1ae0", V6E)], "demo,hf,tpu")]
+    ("devices", "extras"),
+    [([], "demo,hf,guided"), ([("0x1ae0", V6E)], "demo,hf,guided,tpu")],
 )
 def test_serve_installs_what_the_machine_needs_and_serves(
     tmp_path: Path, devices: list[tuple[str, str]], extras: str

@@ -23,7 +23,7 @@ from jaxserve.guided.vocabulary import FIRST_MARK, GrammarVocabulary
 COMPILER_VERSION = 1
 """Of what tables a source gives: raise it, and cached ones are not used again."""
 
-MAX_TABLE_BYTES = 16 << 20
+MAX_TABLE_BYTES = 32 << 20
 """Of `next_SC` and `masks_DW` together; larger grammars run on the host."""
 
 ANY_OBJECT = '{"type": "object"}'
@@ -93,15 +93,11 @@ def _tables_or_host(
         automaton = make_automaton()
         if automaton.is_empty:
             raise nothing_fits()
-        tables = token_tables(automaton, vocabulary)
-        num_bytes = tables.next_SC.nbytes + tables.masks_DW.nbytes
-        if num_bytes <= MAX_TABLE_BYTES:
-            return tables
-        reason = f"its tables would take {num_bytes} bytes"
+        return token_tables(automaton, vocabulary, MAX_TABLE_BYTES)
     except NeedsStackError:
         reason = "the schema contains itself"
     except (AutomatonTooLargeError, TablesTooLargeError):
-        reason = "it has too many states"
+        reason = f"its tables would take more than {MAX_TABLE_BYTES} bytes"
     return _host(make_text(), reason)
 
 

@@ -36,8 +36,8 @@ def wheels() -> Path:
     It stays in the checkout's .cache until what is wanted changes.
     """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
-    wanted += ["hatchling", "gguf"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["hf"], *extras["guided"], "hatchling", "gguf"]
     constraints = ROOT / "constraints.txt"
     text = "\n".join([sys.version, *wanted, constraints.read_text()])
     kept = ROOT / ".cache" / "image-wheels"

@@ -73,7 +73,7 @@ def test_no_extra_that_it_installs_holds_weights() -> None:
         extra for names in re.findall(r"extras=([\w,]+)", commands) for extra in names.split(",")
     }
 
-    assert installed == {"hf", "tpu"}
+    assert installed == {"hf", "guided", "tpu"}
     assert installed < set(extras)
 
 

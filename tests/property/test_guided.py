@@ -89,7 +89,7 @@ schemas = st.recursive(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 2**32))
 def test_what_masks_let_through_fits(schema: Any, seed: int) -> None:
     try:
@@ -102,12 +102,12 @@ def test_what_masks_let_through_fits(schema: Any, seed: int) -> None:
         return
     rng = random.Random(seed)
     validator = jsonschema.Draft202012Validator(schema)
-    for free_tokens in (0, 4, 12, 30):
+    for free_tokens in (0, 6, 25):
         text = spelled(VOCABULARY, random_walk(tables, rng, free_tokens=free_tokens))
         validator.validate(json.loads(text))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(schema=schemas, seed=st.integers(0, 2**32))
 def test_masks_are_what_trying_each_token_says(schema: Any, seed: int) -> None:
     try:
