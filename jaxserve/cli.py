@@ -1,7 +1,7 @@
 """The command line: reads flags and the environment, runs a command, maps failures to codes.
 
-Exit codes: 0 done, 1 the engine died, 2 a flag, the configuration or a grammar is wrong, 3 the model
-cannot be served.
+Exit codes: 0 done, 1 the engine died, 2 a flag, the configuration or a grammar is wrong, 3 the
+model cannot be served.
 """
 
 import argparse

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DEAD = -1
-_MINIMIZE_STATES = 8_192
+_MINIMIZE_STATES = 2_048
 _MINIMIZE_ROUNDS = 24
 """After so many an automaton stays as it is if refining goes slowly, as it does for counters."""
 

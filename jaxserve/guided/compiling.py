@@ -93,15 +93,11 @@ def _tables_or_host(
         automaton = make_automaton()
         if automaton.is_empty:
             raise nothing_fits()
-        tables = token_tables(automaton, vocabulary)
-        num_bytes = tables.next_SC.nbytes + tables.masks_DW.nbytes
-        if num_bytes <= MAX_TABLE_BYTES:
-            return tables
-        reason = f"its tables would take {num_bytes} bytes"
+        return token_tables(automaton, vocabulary, MAX_TABLE_BYTES)
     except NeedsStackError:
         reason = "the schema contains itself"
     except (AutomatonTooLargeError, TablesTooLargeError):
-        reason = "it has too many states"
+        reason = f"its tables would take more than {MAX_TABLE_BYTES} bytes"
     return _host(make_text(), reason)
 
 

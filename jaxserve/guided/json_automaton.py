@@ -296,7 +296,7 @@ class _ArrayWriter:
         key = shape.prefix[listed.place] if listed.place < len(shape.prefix) else shape.rest
         index = min(listed.place + 1, self._top)
         if shape.unique is not None:
-            for identity, texts in self._values(key):
+            for identity, texts in unique_values(self._cases, shape, key):
                 if identity not in listed.used:
                     used = listed.used | {identity}
                     after = _Listed(index, listed.counts, used)
@@ -324,24 +324,28 @@ class _ArrayWriter:
             variants = split
         yield from ((one, counts) for one, counts in variants if not self._cases.is_empty(one))
 
-    def _values(self, key: Key) -> list[tuple[str, list[bytes]]]:
-        """Return the finitely many values of an item, each with its texts."""
-        shape = self._shape
-        values: dict[str, list[bytes]] = {}
-        for form in self._cases.shapes(key):
-            if not isinstance(form, Fixed):
-                raise refusal(
-                    shape.unique or "", "uniqueItems", "needs items of an enum of simple values"
-                )
-            for text in sorted(form.texts):
-                values.setdefault(_identity(json.loads(text)), []).append(text)
-        if len(values) > MAX_UNIQUE_VALUES or shape.counted:
+
+def unique_values(cases: Cases, shape: Array, key: Key) -> list[tuple[str, list[bytes]]]:
+    """Return the finitely many values of a list's item, each with its name and texts.
+
+    Raises:
+        SchemaError: there are too many.
+    """
+    values: dict[str, list[bytes]] = {}
+    for form in cases.shapes(key):
+        if not isinstance(form, Fixed):
             raise refusal(
-                shape.unique or "",
-                "uniqueItems",
-                f"needs items of at most {MAX_UNIQUE_VALUES} different values, and no contains",
+                shape.unique or "", "uniqueItems", "needs items of an enum of simple values"
             )
-        return list(values.items())
+        for text in sorted(form.texts):
+            values.setdefault(_identity(json.loads(text)), []).append(text)
+    if len(values) > MAX_UNIQUE_VALUES or shape.counted:
+        raise refusal(
+            shape.unique or "",
+            "uniqueItems",
+            f"needs items of at most {MAX_UNIQUE_VALUES} different values, and no contains",
+        )
+    return list(values.items())
 
 
 def _identity(value: Any) -> str:

@@ -12,6 +12,7 @@ from jaxserve.guided.cases import Cases
 from jaxserve.guided.conditions import HasFormat, Matches, refusal
 from jaxserve.guided.endings import Endings, nothing_fits
 from jaxserve.guided.formats import expression_of
+from jaxserve.guided.json_automaton import unique_values
 from jaxserve.guided.json_text import scalar_text
 from jaxserve.guided.numbers import ANY_NUMBER, NumberRange, numbers
 from jaxserve.guided.regex import plain_syntax
@@ -34,6 +35,7 @@ class LarkWriter:
     """Writes the rules of a document's schemas, each once."""
 
     def __init__(self, cases: Cases, *, compact: bool) -> None:
+        self._cases = cases
         self._endings = Endings(cases)
         space = "" if compact else " ?"
         self._lines = [f"SEP: /,{space}/", f"COLON: /:{space}/"]
@@ -82,14 +84,14 @@ class LarkWriter:
         if isinstance(shape, Text):
             return self._texts(shape.texts)
         if isinstance(shape, Array):
-            return self._array(shape)
+            return self._array(f"{name}a{number}", shape)
         return self._object(f"{name}o{number}", shape)
 
-    def _array(self, shape: Array) -> str:
+    def _array(self, name: str, shape: Array) -> str:
         if shape.counted:
             raise refusal(shape.counted[0].schema.pointer, "contains", _WHERE)
         if shape.unique is not None:
-            raise refusal(shape.unique, "uniqueItems", _WHERE)
+            return self._unique(name, shape)
         least, most = shape.length.least, shape.length.most
         parts = []
         for index, key in enumerate(shape.prefix):
@@ -110,9 +112,40 @@ class LarkWriter:
         return f'"[" {text} "]"'.replace("  ", " ")
 
     def _list(self, item: str, least: int, most: int | None) -> str:
-        more = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        inner = f"{item} (SEP {item}){more}"
+        more = f" (SEP {item}){{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
+        inner = item if most == 1 else item + more
         return f'"[" {inner} "]"' if least else f'"[" ({inner})? "]"'
+
+    def _unique(self, name: str, shape: Array) -> str:
+        """Write a rule for each set of values that were used."""
+        least, most = shape.length.least, shape.length.most
+        queue: list[tuple[str, ...]] = [()]
+        rules: dict[frozenset[str], str] = {}
+        for used in queue:
+            known = frozenset(used)
+            if known in rules:
+                continue
+            index = len(used)
+            rules[known] = f"{name}u{len(rules)}"
+            if most is None or index < most:
+                key = shape.prefix[index] if index < len(shape.prefix) else shape.rest
+                queue += [
+                    (*used, identity)
+                    for identity, _ in unique_values(self._cases, shape, key)
+                    if identity not in known
+                ]
+        for known, rule in rules.items():
+            index = len(known)
+            options = ['"]"'] if index >= least else []
+            if most is None or index < most:
+                key = shape.prefix[index] if index < len(shape.prefix) else shape.rest
+                for identity, texts in unique_values(self._cases, shape, key):
+                    following = rules.get(known | {identity})
+                    if identity not in known and following is not None:
+                        value = " | ".join(map(_quoted, texts))
+                        options.append(f"{'SEP ' if index else ''}({value}) {following}")
+            self._lines.append(f"{rule}: {' | '.join(options) or _NEVER}")
+        return f'"[" {rules[frozenset()]}'
 
     def _object(self, name: str, shape: Object) -> str:
         """Write a rule for each entry, saying what may come from there on."""
@@ -171,6 +204,7 @@ class LarkWriter:
         return self._terminals.setdefault(text, f"{kind}{len(self._terminals)}")
 
 
+_NEVER = r"/[^\x00-\u{10FFFF}]/"
 _WHERE = "cannot be enforced in a schema that contains itself, or whose tables would be too large"
 
 

@@ -343,5 +343,3 @@ def _order(negative: bool, magnitude_order: int, limit: Decimal) -> int:
         # A number that is -0 compares as 0 would: its magnitude is less than the limit's.
         return -1 if negative else 1
     return -magnitude_order if negative else magnitude_order
-
-

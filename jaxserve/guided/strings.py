@@ -23,9 +23,10 @@ from jaxserve.guided.automaton import (
 )
 
 MAX_COUNTED_STATES = 100_000
+MAX_PAIRS_LENGTH = 64
 MAX_HEX_LENGTH = 256
-MAX_HEX_STATES = 64
-r"""Beyond these `\uXXXX` is left out: it takes some ten states at each place of a string."""
+MAX_HEX_STATES = 8
+r"""Beyond these surrogate pairs, then all of `\uXXXX` are left out: 7 and 6 states a character."""
 
 _SHORT_ESCAPES = {
     ord(letter): ord(char) for letter, char in zip('"\\/bfnrt', '"\\/\b\f\n\r\t', strict=True)
@@ -83,7 +84,9 @@ def quoted(content: Dfa, length: Length = ANY_LENGTH) -> Dfa:
     rows[1:-1][accepting, quote] = count + 1
     final = np.zeros(count + 2, np.bool_)
     final[-1] = True
-    return minimize(trimmed(Transitions(rows, class_of_byte), final))
+    whole = trimmed(Transitions(rows, class_of_byte), final)
+    # Counts tell the copies of a state apart anyway.
+    return minimize(whole) if length == ANY_LENGTH else whole
 
 
 @lru_cache(maxsize=64)
@@ -139,6 +142,7 @@ class _Writer:
         positions = max(length.least, length.most or 0)
         num_between = int(self._between.sum())
         self._with_hex = positions <= MAX_HEX_LENGTH and num_between <= MAX_HEX_STATES
+        self._with_pairs = positions <= MAX_PAIRS_LENGTH
 
     def run(self) -> _Written:
         """Return the content as it is written."""
@@ -168,7 +172,8 @@ class _Writer:
             letter: int(row[char]) for letter, char in _SHORT_ESCAPES.items() if row[char] != DEAD
         }
         if self._with_hex:
-            target = self._hex(self._basic_plane(state), self._astral(state))
+            astral = self._astral(state) if self._with_pairs else DEAD
+            target = self._hex(self._basic_plane(state), astral)
             if target != DEAD:
                 moves[ord("u")] = target
         return self._add(moves) if moves else DEAD

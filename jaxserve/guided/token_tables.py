@@ -16,17 +16,21 @@ from jaxserve.guided.vocabulary import GrammarVocabulary
 MAX_STATES = 32_767
 MAX_CLASSES = 65_535
 MAX_MAP_BYTES = 512 << 20
+_BLOCK_TOKENS = 8_192
+"""What is worked on at a time: it should stay in the processor's cache."""
 
 
 class TablesTooLargeError(Exception):
     """The grammar has more states or classes than tables can hold."""
 
 
-def token_tables(dfa: Dfa, vocabulary: GrammarVocabulary) -> TokenTables:
-    """Return the tables of an automaton.
+def token_tables(
+    dfa: Dfa, vocabulary: GrammarVocabulary, max_bytes: int | None = None
+) -> TokenTables:
+    """Return the tables of an automaton; `next_SC` and `masks_DW` take at most `max_bytes`.
 
     Raises:
-        TablesTooLargeError: it has too many states, or tokens act in too many ways.
+        TablesTooLargeError: they would take more, or have too many states or classes.
         SchemaError: no text of the language can be written in the vocabulary's tokens.
     """
     if dfa.num_states > MAX_STATES:
@@ -36,6 +40,9 @@ def token_tables(dfa: Dfa, vocabulary: GrammarVocabulary) -> TokenTables:
     used, class_of_V = np.unique(map_V, return_inverse=True)
     if len(used) > MAX_CLASSES:
         raise TablesTooLargeError
+    left_bytes = None if max_bytes is None else max_bytes - 2 * dfa.num_states * len(used)
+    if left_bytes is not None and left_bytes < 0:
+        raise TablesTooLargeError
     next_CS = maps.rows(used)
     if used[0] != _Maps.DEAD_MAP:  # class 0 is the one that is allowed nowhere
         next_CS = np.concatenate([np.full_like(next_CS[:1], DEAD), next_CS])
@@ -44,7 +51,11 @@ def token_tables(dfa: Dfa, vocabulary: GrammarVocabulary) -> TokenTables:
     if not vocabulary.spells_all_bytes:
         next_SC = _without_dead_ends(next_SC, dfa.accepting_S)
     forced_byte_S, forced_next_S = _forced(dfa)
-    masks, mask_id_S = _masks(next_SC, class_of_V)
+    firsts, mask_id_S = _distinct(next_SC >= 0)
+    num_words = -(-len(class_of_V) // 32)
+    if left_bytes is not None and len(firsts) * num_words * 4 > left_bytes:
+        raise TablesTooLargeError
+    masks = _masks(next_SC[firsts] >= 0, class_of_V)
     tables = TokenTables(
         class_of_V=class_of_V.astype(np.uint16),
         next_SC=next_SC,
@@ -69,14 +80,18 @@ class _Maps:
         count = dfa.num_states
         moves = dfa.moves.next_SK
         self._class_of_byte = dfa.moves.class_of_byte
-        # One more state, so that DEAD as an index finds DEAD.
+        # One more state, which stands for none: what follows it is none.
         self._move_KS = np.full((moves.shape[1], count + 1), DEAD, np.int16)
         self._move_KS[:, :-1] = moves.T
-        self._rows = [np.full(count, DEAD, np.int16), np.arange(count, dtype=np.int16)]
-        self._numbers = {row.tobytes(): number for number, row in enumerate(self._rows)}
         # What a map and a byte class make: -1 where nobody asked yet.
-        self._made = np.full((1024, moves.shape[1]), -1, np.int32)
+        self._made = np.full((256, moves.shape[1]), -1, np.int32)
         self._made[self.DEAD_MAP] = self.DEAD_MAP
+        # By number: as indices of _move_KS, which are quick to look up by, and as they are told.
+        self._index_rows: list[NDArray[np.intp]] = []
+        self._numbers: dict[bytes, int] = {}
+        self._num_bytes = 0
+        for row in (np.full(count, DEAD, np.int16), np.arange(count, dtype=np.int16)):
+            self._number(row)
 
     def of_tokens(self, vocabulary: GrammarVocabulary) -> NDArray[np.int32]:
         """Return each token's map, int32 [V]; DEAD_MAP for ids without text."""
@@ -92,62 +107,83 @@ class _Maps:
 
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.int16]:
         """Return the maps of some numbers, int16 [C, S]."""
-        return np.stack([self._rows[number] for number in numbers.tolist()])
+        found = np.stack([self._index_rows[number] for number in numbers.tolist()])
+        return np.where(found == self._move_KS.shape[1] - 1, DEAD, found).astype(np.int16)
 
     def _follow(self, maps_N: NDArray[np.int32], classes_N: NDArray[np.intp]) -> NDArray[np.int32]:
         made = self._made[maps_N, classes_N]
-        if (made < 0).any():
+        unknown = made < 0
+        if unknown.any():
             num_classes = self._made.shape[1]
-            missing = np.unique(
-                maps_N[made < 0].astype(np.int64) * num_classes + classes_N[made < 0]
-            )
-            for pair in missing.tolist():
-                self._make(*divmod(pair, num_classes))
+            pairs = np.unique(maps_N[unknown].astype(np.int64) * num_classes + classes_N[unknown])
+            row = np.empty(self._move_KS.shape[1] - 1, np.int16)
+            for pair in pairs.tolist():
+                number, byte_class = divmod(pair, num_classes)
+                move = self._move_KS[byte_class]
+                move.take(self._index_rows[number], out=row, mode="clip")
+                self._made[number, byte_class] = self._number(row)
             made = self._made[maps_N, classes_N]
         return made
 
-    def _make(self, number: int, byte_class: int) -> None:
-        row = self._move_KS[byte_class][self._rows[number]]
+    def _number(self, row: NDArray[np.int16]) -> int:
+        """Return a map's number; new ones get the next."""
         key = row.tobytes()
-        made = self._numbers.get(key)
-        if made is None:
-            made = self._numbers[key] = len(self._rows)
-            self._rows.append(row)
-            if made * row.nbytes > MAX_MAP_BYTES:
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self._index_rows)
+            self._index_rows.append(np.where(row == DEAD, len(row), row).astype(np.intp))
+            self._num_bytes += self._index_rows[-1].nbytes
+            if self._num_bytes > MAX_MAP_BYTES:
                 raise TablesTooLargeError
-            if made == len(self._made):
+            if number >= len(self._made):
                 self._made = np.concatenate([self._made, np.full_like(self._made, -1)])
-        self._made[number, byte_class] = made
+        return number
 
 
-def _masks(
-    next_SC: NDArray[np.int16], class_of_V: NDArray[np.intp]
-) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-    """Return the distinct masks and which of them a state has."""
-    allowed_SC = next_SC >= 0
-    packed = np.packbits(allowed_SC, axis=1)
+def _distinct(allowed_SC: NDArray[np.bool_]) -> tuple[list[int], NDArray[np.int32]]:
+    """Return the first state of each set of allowed classes, and which set each state has."""
     numbers: dict[bytes, int] = {}
     firsts = []
-    mask_id_S = np.empty(len(packed), np.int32)
-    for state, row in enumerate(packed):
+    set_S = np.empty(len(allowed_SC), np.int32)
+    for state, row in enumerate(np.packbits(allowed_SC, axis=1)):
         key = row.tobytes()
-        number = numbers.get(key)
-        if number is None:
-            number = numbers[key] = len(numbers)
+        if key not in numbers:
+            numbers[key] = len(firsts)
             firsts.append(state)
-        mask_id_S[state] = number
-    allowed_CD = np.ascontiguousarray(allowed_SC[firsts].T)
+        set_S[state] = numbers[key]
+    return firsts, set_S
+
+
+def _masks(allowed_DC: NDArray[np.bool_], class_of_V: NDArray[np.intp]) -> NDArray[np.uint32]:
+    """Return the packed masks over tokens of some over classes."""
+    packed_CG = np.packbits(allowed_DC.T, axis=1, bitorder="little")
     num_words = -(-len(class_of_V) // 32)
-    # Bits of the masks side by side for one token are together in allowed_CD: gathered once, and
-    # turned by blocks of tokens.
-    masks = np.empty((len(firsts), num_words * 4), np.uint8)
     padded = np.zeros(num_words * 32, np.intp)
     padded[: len(class_of_V)] = class_of_V
-    block = 32 * 256
-    for first in range(0, len(padded), block):
-        bits = allowed_CD[padded[first : first + block]]
-        masks[:, first // 8 : (first + block) // 8] = np.packbits(bits.T, axis=1, bitorder="little")
-    return masks.view("<u4").astype(np.uint32, copy=False), mask_id_S
+    masks = np.empty((packed_CG.shape[1] * 8, num_words * 4), np.uint8)
+    for first in range(0, len(padded), _BLOCK_TOKENS):
+        # Bits of eight masks for one token make a byte; they are to be those of eight tokens.
+        bytes_VG = packed_CG[padded[first : first + _BLOCK_TOKENS]]
+        turned = _turn_bits(bytes_VG)
+        masks[:, first // 8 : first // 8 + turned.shape[1]] = turned
+    return masks[: len(allowed_DC)].view("<u4").astype(np.uint32, copy=False)
+
+
+def _turn_bits(bytes_VG: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Transpose a matrix of bits: [V, 8 G] as [V, G] bytes to [8 G, V] as [8 G, V / 8]."""
+    num_tokens, num_groups = bytes_VG.shape
+    blocks = bytes_VG.reshape(num_tokens // 8, 8, num_groups).transpose(2, 0, 1)
+    words = np.ascontiguousarray(blocks).view("<u8")[..., 0]
+    # Eight by eight bits within a word: halves, quarters and single bits change places.
+    for shift, mask in (
+        (7, 0x00AA00AA00AA00AA),
+        (14, 0x0000CCCC0000CCCC),
+        (28, 0x00000000F0F0F0F0),
+    ):
+        swapped = (words ^ (words >> np.uint64(shift))) & np.uint64(mask)
+        words = words ^ swapped ^ (swapped << np.uint64(shift))
+    turned = words[..., None].view(np.uint8).transpose(0, 2, 1)
+    return turned.reshape(num_groups * 8, num_tokens // 8)
 
 
 def _without_dead_ends(
