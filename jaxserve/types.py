@@ -105,8 +105,12 @@ class Guide(Protocol):
         """Whether the text may end here."""
         ...
 
-    def allowed_words(self) -> npt.NDArray[np.uint32]:
-        """Return the tokens that may follow; bit b of word w is token 32·w + b. No end ids."""
+    def allowed_words(self, max_left: int | None = None) -> npt.NDArray[np.uint32]:
+        """Return the tokens that may follow; bit b of word w is token 32·w + b. No end ids.
+
+        With `max_left`, where the guide can tell, only those after which the shortest way to an end
+        takes no more tokens than that, the end id included.
+        """
         ...
 
     def advance(self, token_id: int) -> None:

@@ -135,14 +135,29 @@ def next_states(
 
 def mask_logits(logits_BV: jax.Array, words_BW: jax.Array) -> jax.Array:
     """Set what a mask does not allow to -inf."""
-    num_words = words_BW.shape[1]
-    planes = []
-    # Stride by stride: shifts by an array of numbers take a CPU ten times as long.
-    for stride in range(32):
-        plane = logits_BV[:, stride * num_words : (stride + 1) * num_words]
-        is_allowed = (words_BW[:, : plane.shape[1]] >> stride) & 1 != 0
-        planes.append(jnp.where(is_allowed, plane, -jnp.inf))
-    return jnp.concatenate(planes, axis=1)
+    is_allowed_BV: jax.Array = lax.platform_dependent(
+        words_BW, cpu=_unpack_by_stride, default=_unpack
+    )
+    return jnp.where(is_allowed_BV[:, : logits_BV.shape[1]], logits_BV, -jnp.inf)
+
+
+def _unpack(words_BW: jax.Array) -> jax.Array:
+    bit_32 = jnp.arange(32, dtype=jnp.uint32)
+    return ((words_BW[:, None] >> bit_32[:, None]) & 1 != 0).reshape(words_BW.shape[0], -1)
+
+
+def _unpack_by_stride(words_BW: jax.Array) -> jax.Array:
+    """Do the same one stride at a time: shifts by an array take a CPU ten times as long."""
+    rows, num_words = words_BW.shape
+
+    def unpack(stride: jax.Array, allowed_BV: jax.Array) -> jax.Array:
+        plane_BW = (words_BW >> stride.astype(jnp.uint32)) & 1 != 0
+        return lax.dynamic_update_slice(allowed_BV, plane_BW, (0, stride * num_words))
+
+    allowed_BV: jax.Array = lax.fori_loop(
+        0, 32, unpack, jnp.zeros((rows, 32 * num_words), jnp.bool_)
+    )
+    return allowed_BV
 
 
 def masked_argmax(logits_VB: jax.Array, words_BW: jax.Array) -> jax.Array:

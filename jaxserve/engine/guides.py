@@ -37,7 +37,7 @@ def _mask(request: Request, guide: Guide, guidance: Guidance) -> Words:
     for token_id in request.output_ids[request.num_guided_tokens :]:
         guide.advance(token_id)
     request.num_guided_tokens = len(request.output_ids)
-    words = guide.allowed_words()
+    words = _in_time(request, guide, guidance)
     ends = np.zeros_like(words)
     for token_id in guidance.end_ids:
         if token_id < 32 * len(words):
@@ -46,3 +46,12 @@ def _mask(request: Request, guide: Guide, guidance: Guidance) -> Words:
     if guide.may_end:
         return text | ends
     return text if text.any() else words
+
+
+def _in_time(request: Request, guide: Guide, guidance: Guidance) -> Words:
+    if guidance.ensures_complete:
+        max_left = request.sampling.max_tokens - len(request.output_ids) - 1
+        words = guide.allowed_words(max_left)
+        if guide.may_end or words.any():
+            return words
+    return guide.allowed_words()

@@ -10,8 +10,10 @@ from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
 class TablesGuide:
     """Goes through tables; its states are theirs."""
 
-    def __init__(self, tables: TokenTables) -> None:
+    def __init__(self, tables: TokenTables, distance_S: NDArray[np.int64] | None = None) -> None:
+        """`distance_S` has the tokens to an end, the end id included."""
         self._tables = tables
+        self._distance_S = distance_S
         self._state = START_STATE
 
     @property
@@ -24,13 +26,20 @@ class TablesGuide:
         """Whether the text may end here, or has ended."""
         return self._state == DEAD_STATE or bool(self._tables.accepting_S[self._state])
 
-    def allowed_words(self) -> NDArray[np.uint32]:
+    def allowed_words(self, max_left: int | None = None) -> NDArray[np.uint32]:
         """Return the mask of the state; nothing after the text's end."""
         masks_DW = self._tables.masks_DW
         if self._state == DEAD_STATE:
             return np.zeros_like(masks_DW[0])
         words: NDArray[np.uint32] = masks_DW[self._tables.mask_id_S[self._state]]
-        return words
+        if max_left is None or self._distance_S is None:
+            return words
+        next_C = self._tables.next_SC[self._state]
+        in_time_C = (next_C >= 0) & (self._distance_S[next_C] <= max_left)
+        packed = np.packbits(in_time_C[self._tables.class_of_V], bitorder="little")
+        in_time = np.zeros_like(words)
+        in_time.view(np.uint8)[: len(packed)] = packed
+        return in_time
 
     def advance(self, token_id: int) -> None:
         """Go on behind a token; one that is not allowed ends the text."""
@@ -54,7 +63,7 @@ class MatcherGuide:
         """Whether the text may end here, or has ended."""
         return self._has_ended or self._matcher.accepting
 
-    def allowed_words(self) -> NDArray[np.uint32]:
+    def allowed_words(self, max_left: int | None = None) -> NDArray[np.uint32]:
         """Return the mask of the tokens that may follow; nothing after the text's end."""
         words = np.zeros(self._num_words, np.uint32)
         if not self._has_ended:

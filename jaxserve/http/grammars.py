@@ -116,11 +116,12 @@ class Grammars:
             matcher = HostMatcher(self._tokenizer_of_host(), compiled)
             num_words = -(-max(self._vocab_size, self._vocabulary.size) // 32)
             return Grammar(start=lambda: MatcherGuide(matcher.copy(), num_words=num_words))
+        distance_S = distances(compiled)
         # One row of the arena is the header's, one the end ids'.
         return Grammar(
-            start=lambda: TablesGuide(compiled),
+            start=lambda: TablesGuide(compiled, distance_S),
             image=pack(compiled, key, self._vocab_size, self._arena_rows - 2),
-            min_tokens=int(distances(compiled)[guided.START_STATE]),
+            min_tokens=int(distance_S[guided.START_STATE]),
         )
 
     def _tokenizer_of_host(self) -> HostTokenizer:

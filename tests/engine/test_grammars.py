@@ -39,7 +39,8 @@ Path = str
 def grammar_of(tables: TokenTables, key: str, *, on_host: bool = False) -> Grammar:
     image = None if on_host else pack(tables, key, VOCAB, PLAN.arena_rows)
     assert on_host or image is not None
-    return Grammar(start=lambda: TablesGuide(tables), image=image)
+    distance_S = distances(tables)
+    return Grammar(start=lambda: TablesGuide(tables, distance_S), image=image)
 
 
 def guided(
@@ -230,6 +231,7 @@ def test_a_text_is_complete_when_its_budget_ends(e2b: TinyModel) -> None:
             ids = run_alone(e2b.runner, request)
             assert ids[-1] in ENDS
             assert_kept(tables, ids)
+            assert run_alone(e2b.runner, on_host(request)) == ids
             open_ids = run_alone(e2b.runner, guided(name, tables, max_tokens=max_tokens))
             num_cut += open_ids[-1] not in ENDS
     assert num_cut > 0
