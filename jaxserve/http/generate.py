@@ -13,6 +13,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Engine, Generation
 from jaxserve.http.prompts import Echo, EncodedPrompt
+from jaxserve.http.scores import ToldPrompts, check_scores
 from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
@@ -43,19 +44,21 @@ async def generate(
     `on_answer` gets each that is complete.
     """
     request_id = logs.request_id.get()
+    check_scores(prompts, options, kind)
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
         id_lists, options, model, kind, request_id=request_id, session=session_of(options, http)
     )
     stop = StopAutomaton(options.stop)
-    choices = []
+    choices, scores = [], []
     for first in range(0, len(requests), options.n):
         sampling = requests[first].sampling
         is_scored = sampling.num_prompt_logprobs is not None
-        scores = PromptScores(num_expected=len(requests[first].prompt_ids) - 1 if is_scored else 0)
+        num_expected = len(requests[first].prompt_ids) - 1 if is_scored else 0
+        scores.append(PromptScores(num_expected=num_expected))
         offset = len(echoes[first // options.n].text)
         choices += [
-            ChoiceText(model, options, sampling, stop, prompt=scores, offset=offset)
+            ChoiceText(model, options, sampling, stop, prompt=scores[-1], offset=offset)
             for _ in range(options.n)
         ]
     answer = kind(
@@ -66,6 +69,7 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
+    spelling = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
     generation = Generation(engine, requests, choices, on_answer)
     writer = AnswerWriter(
         generation=generation,
@@ -74,7 +78,8 @@ async def generate(
         choices=choices,
         echoes=echoes,
         options=options,
-        logprobs=LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids),
+        logprobs=spelling,
+        told=ToldPrompts(prompts, echoes, scores, options=options, answer=answer, writer=spelling),
     )
     if options.stream:
         return EventStreamResponse(

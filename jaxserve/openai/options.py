@@ -35,6 +35,9 @@ MAX_SEQUENCES = 128
 MAX_TEXT_CHARS = 1 << 20
 """Characters of a text that are tokenized in any case; more only where a context may hold them."""
 
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompts' tokens that one answer tells, about 60 bytes each."""
+
 # Longer lists and strings keep the event loop from everybody's streams.
 MAX_STOP_CHARS = 1024
 MAX_STOPS = 16

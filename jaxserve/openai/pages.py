@@ -7,7 +7,7 @@ from typing import cast
 import orjson
 
 from jaxserve.openai.fields import Field, FieldTable, Inert, Neutral, Schema, object_schema
-from jaxserve.openai.options import MAX_TEXT_CHARS
+from jaxserve.openai.options import MAX_PROMPT_SCORES, MAX_TEXT_CHARS
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -174,6 +174,10 @@ def _page_lines() -> Iterator[str]:
     yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
     yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
     yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
+    yield ""
+    yield f"An answer tells at most {MAX_PROMPT_SCORES:,} log-probabilities of prompts' tokens"
+    yield "(`prompt_logprobs`, or a completion's `echo` with `logprobs`): tokens times (likeliest +"
+    yield "1), in a completion times `n`."
     yield ""
     yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md)."
     for end in _ENDPOINTS:

@@ -13,7 +13,13 @@ from typing import ClassVar, Literal
 import orjson
 
 from jaxserve.errors import ApiError
-from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
+from jaxserve.openai.logprobs import (
+    Columns,
+    LogprobsWriter,
+    ScoredToken,
+    chat_logprobs,
+    completion_logprobs,
+)
 from jaxserve.openai.usage import Timings, Usage
 
 FinishReason = Literal["stop", "length"]
@@ -39,8 +45,8 @@ class Choice:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
-    logprobs: Mapping[str, object] | None = None
-    prompt_logprobs: Sequence[object] | None = None
+    logprobs: orjson.Fragment | None = None
+    prompt_logprobs: orjson.Fragment | None = None
 
 
 class Answer(ABC):
@@ -49,7 +55,7 @@ class Answer(ABC):
     Attributes:
         prompt_param: the request's field that holds the prompts.
         default_max_tokens: OpenAI's budget of a request that names none; None: all of the context.
-        tells_echo: an echoed prompt's tokens are told with the answer's.
+        tells_echo: what is told of a prompt's tokens comes with each choice, echoed ones' too.
 
     Args:
         prompts: the prompts' token ids, written where `return_token_ids`.
@@ -75,7 +81,8 @@ class Answer(ABC):
         return_token_ids: bool,
     ) -> None:
         self._meta = {"id": self.id_prefix + request_id, "created": created, "model": model}
-        self._prompts = prompts
+        # As JSON, since every choice of a completion repeats them.
+        self._prompts = [orjson.Fragment(orjson.dumps(ids)) for ids in prompts if return_token_ids]
         self._n = n
         self._return_token_ids = return_token_ids
         meta = orjson.dumps({"object": self.chunk_object, **self._meta})
@@ -88,8 +95,12 @@ class Answer(ABC):
     @abstractmethod
     def write_logprobs(
         self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
-    ) -> Mapping[str, object]:
-        """Give a choice's `logprobs`."""
+    ) -> Columns:
+        """Write what is told of some of a choice's tokens."""
+
+    @abstractmethod
+    def join_logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment:
+        """Give a choice's `logprobs`, from what was written."""
 
     @abstractmethod
     def _wire_choice(self, choice: Choice) -> dict[str, object]: ...
@@ -102,7 +113,7 @@ class Answer(ABC):
         index: int,
         text: str,
         token_ids: tuple[int, ...],
-        logprobs: Mapping[str, object] | None = None,
+        logprobs: orjson.Fragment | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """Carry one step's text of a choice; b"" where there is nothing to carry.
@@ -202,9 +213,13 @@ class ChatAnswer(Answer):
 
     def write_logprobs(
         self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
-    ) -> Mapping[str, object]:
-        """Give a choice's `logprobs`."""
+    ) -> Columns:
+        """Write what is told of some of a choice's tokens."""
         return writer.chat(tokens)
+
+    def join_logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment:
+        """Give a choice's `logprobs`, from what was written."""
+        return chat_logprobs(parts)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
         return {
@@ -255,9 +270,13 @@ class CompletionAnswer(Answer):
 
     def write_logprobs(
         self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
-    ) -> Mapping[str, object]:
-        """Give a choice's `logprobs`."""
+    ) -> Columns:
+        """Write what is told of some of a choice's tokens."""
         return writer.completion(tokens, num_top)
+
+    def join_logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment:
+        """Give a choice's `logprobs`, from what was written."""
+        return completion_logprobs(parts)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
         ids = self._token_ids(choice)
