@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 import uvicorn
 import uvloop
@@ -45,16 +45,20 @@ from jaxserve.types import SamplingDefaults
 logger = logging.getLogger(__name__)
 
 EXIT_DIED = 1
+EXIT_INTERRUPTED = 130
 
 _JOIN_S = 5.0
 """What a device thread gets to leave; one that compiles cannot be told to."""
+
+_ANSWER_S = 1.0
+"""What requests that are cut off get for their last words."""
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from the device thread."""
 
 
-def serve(config: ServeConfig, cache_dir: Path) -> int:
-    """Serve until told to stop; returns the exit code.
+def serve(config: ServeConfig, cache_dir: Path) -> NoReturn:
+    """Serve until told to stop, and end the process.
 
     Raises:
         ConfigError: what a setting asks for cannot be had.
@@ -63,9 +67,15 @@ def serve(config: ServeConfig, cache_dir: Path) -> int:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with _listen(config.host, config.port) as listener:
         server = _Server(config, cache_dir)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.run(listener))
-    return server.finish()
+        # Never closed: that would wait for worker threads, and one may be in an endless template.
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        runner.run(server.run(listener))
+    code = server.finish()
+    logger.info("stopped")
+    logging.shutdown()
+    sys.stdout.flush()
+    # The interpreter would wait for every thread, and XLA takes seconds to take itself apart.
+    os._exit(code)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -94,6 +104,7 @@ class _Server:
         self._metrics = Metrics()
         self._model: ServedModel | None = None
         self._fault: Exception | None = None
+        self._is_interrupted = False
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
     async def run(self, listener: socket.socket) -> None:
@@ -131,11 +142,15 @@ class _Server:
             )
         )
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(signal_number, self._on_signal)
+            self._loop.add_signal_handler(signal_number, self._on_signal, signal_number)
         host, port = listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         self._thread.start()
         await self._http.serve(sockets=[listener])
+        if cut_off := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in cut_off:
+                task.cancel()
+            await asyncio.wait(cut_off, timeout=_ANSWER_S)
 
     def finish(self) -> int:
         """Wait for the device thread and return the exit code; re-raise what stopped a start."""
@@ -145,21 +160,21 @@ class _Server:
             if self._client.status.phase == "dead" and self._model is not None:
                 return EXIT_DIED
             raise self._fault
-        if self._thread.is_alive():
-            # It is inside the compiler, and the interpreter would wait for that at its exit.
-            logging.shutdown()
-            os._exit(0)
-        return 0
+        return EXIT_INTERRUPTED if self._is_interrupted else 0
 
     # The event loop's side
 
-    def _on_signal(self) -> None:
-        if self._client.status.phase == "draining":
+    def _on_signal(self, signal_number: signal.Signals) -> None:
+        phase = self._client.status.phase
+        if phase == "draining":
             logger.warning("a second signal: ending what runs")
             self._aborting = self._loop.create_task(self._client.drain(0.0))
             # Not after the drain: a device that hangs never ends it.
             self._http.should_exit = True
             return
+        if signal_number == signal.SIGINT and phase != "ready":
+            self._is_interrupted = True
+            logger.warning("interrupted while %s", phase)
         logger.info("draining: running requests get %.0f s", self._config.drain_s)
         self._draining = self._loop.create_task(self._drain())
 

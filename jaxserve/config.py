@@ -109,7 +109,10 @@ class ServeConfig:
         choices=("auto", "off"),
     )
     trust_request_chat_template: bool = flag(
-        "accept chat templates, which are programs, from requests", False, action="store_true"
+        "accept chat templates, which are programs, from requests: of clients that one trusts;"
+        " each may run for 10 s",
+        False,
+        action="store_true",
     )
     max_body_bytes: int = flag("largest request body", 32 << 20, metavar="N")
     log_level: str = flag(

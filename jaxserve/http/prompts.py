@@ -72,9 +72,9 @@ async def chat_prompt(
         return prompt
 
     cost = sum(len(each.text) + _CHARS_PER_PART * each.num_parts for each in conversation.messages)
-    if conversation.chat_template is not None or conversation.template_kwargs:
-        cost += INLINE_COST  # how long a program or its variables take, nobody knows
-    return await run_aside(run, cost)
+    if conversation.template_kwargs:
+        cost += INLINE_COST  # how long a program takes with them, nobody knows
+    return await run_aside(run, cost, is_foreign=conversation.chat_template is not None)
 
 
 async def completion_prompts(

@@ -303,18 +303,23 @@ class CompletionAnswer(Answer):
 def error_body(error: ApiError) -> bytes:
     """Write an error; the shape is the same in a body and in a stream.
 
-    What a message or a path quotes of the request may be as long as that.
+    What a message or a path quotes of the request may be as long as that, and no Unicode.
     """
     return orjson.dumps(
         {
             "error": {
-                "message": error.message[:_MAX_MESSAGE_CHARS],
+                "message": _encodable(error.message[:_MAX_MESSAGE_CHARS]),
                 "type": error.type,
-                "param": error.param and error.param[:_MAX_PARAM_CHARS],
+                "param": error.param and _encodable(error.param[:_MAX_PARAM_CHARS]),
                 "code": error.code,
             }
         }
     )
+
+
+def _encodable(text: str) -> str:
+    """Replace halves of surrogate pairs."""
+    return text.encode(errors="replace").decode()
 
 
 def model_object(id: str, *, created: int, max_model_len: int) -> dict[str, object]:
