@@ -20,7 +20,7 @@ from typing import NoReturn, Self
 import uvicorn
 import uvloop
 
-from jaxserve.config import ServeConfig
+from jaxserve.config import ServeConfig, check_text
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.compiler import on_compile, use_compile_cache
 from jaxserve.device.loader import LoadedModel, LoadOptions, load_model
@@ -210,6 +210,7 @@ class _Server:
         if config.compile_cache != "":
             use_compile_cache(Path(config.compile_cache or self._cache_dir / "compiled"))
         folder = resolve_model(config.model, cache_dir=self._cache_dir)
+        name = self._served_name(folder)
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
         end_ids = end_token_ids(folder)
         uses_defaults = config.generation_config == "auto"
@@ -231,7 +232,7 @@ class _Server:
         )
         on_compile(self._metrics.serving_compiles.inc)
         self._model = ServedModel(
-            id=self._served_name(folder),
+            id=name,
             tokenizer=tokenizer,
             chat_template=template,
             vocab_size=loaded.config.vocab_size,
@@ -259,8 +260,11 @@ class _Server:
             return config.served_model_name
         if config.model is None:
             return DEMO_MODEL_NAME
-        is_folder = Path(config.model).expanduser() == folder
-        return folder.resolve().name if is_folder else config.model
+        if Path(config.model).expanduser() != folder:
+            return config.model
+        name = folder.resolve().name
+        check_text("the name of --model's folder, which --served-model-name may replace,", name)
+        return name
 
 
 def make_scheduler(

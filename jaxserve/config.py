@@ -145,10 +145,24 @@ class ServeConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"--drop-from-system {pattern!r} is wrong: {error}") from error
-        if any(not key.strip() for key in self.api_key):
-            raise ConfigError("--api-key is empty")
+        for key in self.api_key:
+            check_text("--api-key (or JAXSERVE_API_KEY)", key)
+        for origin in self.cors_origin:
+            check_text("--cors-origin", origin)
+        if self.served_model_name is not None:
+            check_text("--served-model-name", self.served_model_name)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not a port (0 to 65535)")
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse what no request could name, and no answer could hold."""
+    if not text.strip():
+        raise ConfigError(f"{what} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is not UTF-8") from error
 
 
 def serve_flags() -> tuple[Field[Any], ...]:

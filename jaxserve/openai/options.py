@@ -44,7 +44,7 @@ MAX_STOPS = 16
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_ALLOWED_IDS = 1 << 18
+MAX_ALLOWED_IDS = 4096
 # Above every vocabulary: a larger top_k can only be a mistake.
 _MAX_TOP_K = 1 << 20
 LARGEST_BUDGET = (1 << 31) - 1

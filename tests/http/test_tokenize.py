@@ -11,6 +11,7 @@ from jaxserve.engine.client import EngineStatus
 from jaxserve.http import aside
 from jaxserve.http.config import HttpConfig
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from tests.fake_engine import BOS, EOS, IMAGE, VOCAB_SIZE, FakeEngine, ids
 from tests.http.conftest import Serve
 from tests.http.driver import Connection, get, open_post, post
@@ -51,6 +52,21 @@ async def test_a_text(serve: Serve, fields: dict[str, Any], tokens: list[int]) -
 async def test_spellings(serve: Serve) -> None:
     reply = await ask(serve, "/tokenize", prompt="a é", return_token_strs=True)
     assert reply.json["token_strs"] == ["<bos>", "a", "▁", "<0xC3>", "<0xA9>"]
+
+
+async def test_many_spellings_are_told_aside(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    spell = Tokenizer.id_to_token
+
+    def note(self: Tokenizer, token_id: int) -> str | None:
+        threads.add(threading.current_thread())
+        return spell(self, token_id)
+
+    monkeypatch.setattr(Tokenizer, "id_to_token", note)
+    reply = await ask(serve, "/tokenize", prompt="a" * 3000, return_token_strs=True)
+    assert reply.json["token_strs"] == ["<bos>", *"a" * 3000]
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

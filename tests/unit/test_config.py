@@ -49,5 +49,13 @@ def test_a_regular_expression_that_is_none_is_refused() -> None:
         ServeConfig(drop_from_system=("b", "(")).check()
 
 
+@pytest.mark.parametrize("name", ["api_key", "cors_origin", "served_model_name"])
+@pytest.mark.parametrize(("value", "why"), [("", "empty"), (" ", "empty"), ("\udce9", "UTF-8")])
+def test_a_text_that_nobody_could_send_is_refused(name: str, value: str, why: str) -> None:
+    setting: Any = value if name == "served_model_name" else ("fine", value)
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.* {why}"):
+        ServeConfig(**{name: setting}).check()
+
+
 def test_every_setting_says_what_it_does() -> None:
     assert all(setting.metadata["help"] for setting in serve_flags())
