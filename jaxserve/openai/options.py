@@ -21,6 +21,7 @@ from jaxserve.openai.fields import (
     Object,
     OneOrMany,
     RequestId,
+    Schema,
     Text,
     TokenBiases,
     TokenIds,
@@ -104,6 +105,21 @@ class GenerationOptions:
     cache_salt: str | None
     session: str | None
     echo: bool
+
+
+class _Truncation:
+    """How many of a prompt's last tokens count; -1: as many as possible."""
+
+    _count = Integer(1, LARGEST_BUDGET)
+
+    def __call__(self, value: object, path: str) -> int:
+        count = Integer(-1, LARGEST_BUDGET)(value, path)
+        if count == 0:
+            raise InvalidRequestError(f"{path} must be -1 or at least 1, not 0.", param=path)
+        return count
+
+    def schema(self) -> Schema:
+        return {"anyOf": [{"enum": [-1]}, self._count.schema()]}
 
 
 _INCLUDE_USAGE = Field("include_usage", Boolean(), False, "end in a chunk with the usage")
@@ -217,7 +233,7 @@ _PROMPT_LOGPROBS: Field[int | None] = Field(
 )
 _TRUNCATE: Field[int | None] = Field(
     "truncate_prompt_tokens",
-    Integer(-1, LARGEST_BUDGET),
+    _Truncation(),
     None,
     "take only the last so many tokens of a prompt; -1: what the context holds beside the answer",
 )
@@ -309,11 +325,6 @@ def read_options(
         raise InvalidRequestError(
             f"min_tokens={values[_MIN_TOKENS]} exceeds max_tokens={max_tokens}.",
             param="min_tokens",
-        )
-    if values[_TRUNCATE] == 0:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens must be -1 or at least 1, not 0.",
-            param="truncate_prompt_tokens",
         )
     top_k = values[_TOP_K]
     tells_usage = stream_options is not None and stream_options[_INCLUDE_USAGE]
