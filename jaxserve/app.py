@@ -34,7 +34,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
-from jaxserve.hub.resolve import resolve_model
+from jaxserve.hub.resolve import check_folder, resolve_model
 from jaxserve.metrics import Metrics
 from jaxserve.models.registry import end_token_ids, sampling_defaults
 from jaxserve.progress import Progress
@@ -64,6 +64,7 @@ def serve(config: ServeConfig, cache_dir: Path) -> NoReturn:
         ConfigError: what a setting asks for cannot be had.
         ModelLoadError: the checkpoint cannot be served.
     """
+    check_folder(config.model)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with _listen(config.host, config.port) as listener:
         server = _Server(config, cache_dir)
@@ -209,6 +210,9 @@ class _Server:
         started_s = time.perf_counter()
         if config.compile_cache != "":
             use_compile_cache(Path(config.compile_cache or self._cache_dir / "compiled"))
+        if config.model is None or not Path(config.model).expanduser().is_dir():
+            source = config.model or DEMO_MODEL_NAME
+            self._client.set_status(EngineStatus(phase="fetching", detail=source))
         folder = resolve_model(config.model, cache_dir=self._cache_dir)
         name = self._served_name(folder)
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)

@@ -9,6 +9,20 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?")
+
+
+def size_in_bytes(text: str) -> int:
+    """Read a size: bytes, or K, M, G or T of them, by 1,000 each, or by 1,024 as in KiB.
+
+    Raises:
+        ValueError: it is none.
+    """
+    size = _SIZE.fullmatch(text)
+    if size is None or (size[3] and not size[2]):
+        raise ValueError(text)
+    return int(float(size[1]) * (1024 if size[3] else 1000) ** (" KMGT".index(size[2] or " ")))
+
 
 def flag(help_text: str, default: Any, *, repr: bool = True, **kwargs: Any) -> Any:
     """Declare a setting: its help, its default and what argparse needs beside them."""
@@ -43,7 +57,10 @@ class ServeConfig:
     )
     max_batch: int = flag("most sequences that decode at once", 16, metavar="N")
     kv_cache_bytes: int | None = flag(
-        "bytes of KV pages; default: what the device leaves, on a CPU 1 GiB", None, metavar="N"
+        "bytes of KV pages, such as 500M or 2GiB; default: what the device leaves, on a CPU 1 GiB",
+        None,
+        metavar="SIZE",
+        type=size_in_bytes,
     )
     tokens_per_resume_point: int = flag(
         "cached tokens for which sliding layers' pages shall hold one point to resume from",
@@ -114,7 +131,12 @@ class ServeConfig:
         False,
         action="store_true",
     )
-    max_body_bytes: int = flag("largest request body", 32 << 20, metavar="N")
+    max_body_bytes: int = flag(
+        "largest request body, in bytes or such as 8MiB",
+        32 << 20,
+        metavar="SIZE",
+        type=size_in_bytes,
+    )
     log_level: str = flag(
         "least level to log", "INFO", type=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )

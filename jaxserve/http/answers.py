@@ -8,7 +8,7 @@ import orjson
 
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.generation import Delta, Generation
-from jaxserve.http.prompts import Echo, EncodedPrompt
+from jaxserve.http.prompts import Echo
 from jaxserve.http.scores import ToldPrompts
 from jaxserve.openai.logprobs import Columns, LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
@@ -28,7 +28,6 @@ class AnswerWriter:
 
     generation: Generation
     answer: Answer
-    prompts: Sequence[EncodedPrompt]
     choices: Sequence[ChoiceText]
     echoes: Sequence[Echo]
     options: GenerationOptions
@@ -113,14 +112,10 @@ class AnswerWriter:
         return None if self.options.logprobs is None else self.answer.join_logprobs(parts)
 
     def _usage(self) -> Usage:
-        generation, n = self.generation, self.options.n
         return Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
-            completion_tokens=generation.num_output_tokens,
-            # As the prompts, each counted once: by its first sample.
-            cached_tokens=sum(
-                generation.num_cached_tokens(p * n) for p in range(len(self.prompts))
-            ),
+            prompt_tokens=self.generation.num_prompt_tokens,
+            completion_tokens=self.generation.num_output_tokens,
+            cached_tokens=self.generation.num_cached_tokens,
         )
 
     def _timings(self) -> Timings:

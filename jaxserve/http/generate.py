@@ -12,6 +12,7 @@ from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Engine, Generation
+from jaxserve.http.middleware import SUMMARY
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.scores import ToldPrompts, check_scores
 from jaxserve.http.sequences import plan_sequences
@@ -70,11 +71,11 @@ async def generate(
         return_token_ids=options.return_token_ids,
     )
     spelling = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
-    generation = Generation(engine, requests, choices, on_answer)
+    generation = Generation(engine, requests, choices, num_samples=options.n, on_answer=on_answer)
+    http.scope[SUMMARY] = generation.summary
     writer = AnswerWriter(
         generation=generation,
         answer=answer,
-        prompts=prompts,
         choices=choices,
         echoes=echoes,
         options=options,

@@ -78,6 +78,7 @@ class Endpoints:
             Route("/v1/cache/release", self.release_cache, methods=["POST"]),
             Route("/v1/cache/flush", self.flush_cache, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/live", self.live, methods=["GET"]),

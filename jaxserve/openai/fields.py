@@ -333,8 +333,11 @@ class Neutral:
 
     def __call__(self, value: object, path: str) -> None:
         if not any(_same_json(value, neutral) for neutral in self.values):
+            others = " or ".join(orjson.dumps(neutral).decode() for neutral in self.values)
             raise UnsupportedFieldError(
-                f"{path}={_show(value)} is not supported by this server.", param=path
+                f"{path} is not supported by this server{others and f', except as {others}'};"
+                f" it was {_show(value)}.",
+                param=path,
             )
 
     def schema(self) -> Schema:
