@@ -15,12 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 import uvicorn
 import uvloop
 
-from jaxserve.config import ServeConfig
+from jaxserve.config import ServeConfig, check_text
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.compiler import on_compile, use_compile_cache
 from jaxserve.device.loader import LoadedModel, LoadOptions, load_model
@@ -40,7 +40,7 @@ from jaxserve.http.grammars import Grammars
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
-from jaxserve.hub.resolve import resolve_model
+from jaxserve.hub.resolve import check_folder, resolve_model
 from jaxserve.metrics import Metrics
 from jaxserve.models.registry import end_token_ids, sampling_defaults
 from jaxserve.progress import Progress
@@ -51,27 +51,38 @@ from jaxserve.types import SamplingDefaults
 logger = logging.getLogger(__name__)
 
 EXIT_DIED = 1
+EXIT_INTERRUPTED = 130
 
 _JOIN_S = 5.0
 """What a device thread gets to leave; one that compiles cannot be told to."""
+
+_ANSWER_S = 1.0
+"""What requests that are cut off get for their last words."""
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long the event loop may keep the interpreter from the device thread."""
 
 
-def serve(config: ServeConfig, cache_dir: Path) -> int:
-    """Serve until told to stop; returns the exit code.
+def serve(config: ServeConfig, cache_dir: Path) -> NoReturn:
+    """Serve until told to stop, and end the process.
 
     Raises:
         ConfigError: what a setting asks for cannot be had.
         ModelLoadError: the checkpoint cannot be served.
     """
+    check_folder(config.model)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with _listen(config.host, config.port) as listener:
         server = _Server(config, cache_dir)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.run(listener))
-    return server.finish()
+        # Never closed: that would wait for worker threads, and one may be in an endless template.
+        runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        runner.run(server.run(listener))
+    code = server.finish()
+    logger.info("stopped")
+    logging.shutdown()
+    sys.stdout.flush()
+    # The interpreter would wait for every thread, and XLA takes seconds to take itself apart.
+    os._exit(code)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -102,6 +113,7 @@ class _Server:
         self._fault: Exception | None = None
         self._warm_specs = _read_warm_specs(config.warm_schemas)
         self._warming: asyncio.Task[None] | None = None
+        self._is_interrupted = False
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
 
     async def run(self, listener: socket.socket) -> None:
@@ -140,7 +152,7 @@ class _Server:
             )
         )
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(signal_number, self._on_signal)
+            self._loop.add_signal_handler(signal_number, self._on_signal, signal_number)
         host, port = listener.getsockname()[:2]
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
         self._thread.start()
@@ -149,6 +161,10 @@ class _Server:
             self._warming.cancel()
         if self._model is not None and self._model.grammars is not None:
             await self._model.grammars.close()
+        if cut_off := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in cut_off:
+                task.cancel()
+            await asyncio.wait(cut_off, timeout=_ANSWER_S)
 
     def finish(self) -> int:
         """Wait for the device thread and return the exit code; re-raise what stopped a start."""
@@ -158,21 +174,21 @@ class _Server:
             if self._client.status.phase == "dead" and self._model is not None:
                 return EXIT_DIED
             raise self._fault
-        if self._thread.is_alive():
-            # It is inside the compiler, and the interpreter would wait for that at its exit.
-            logging.shutdown()
-            os._exit(0)
-        return 0
+        return EXIT_INTERRUPTED if self._is_interrupted else 0
 
     # The event loop's side
 
-    def _on_signal(self) -> None:
-        if self._client.status.phase == "draining":
+    def _on_signal(self, signal_number: signal.Signals) -> None:
+        phase = self._client.status.phase
+        if phase == "draining":
             logger.warning("a second signal: ending what runs")
             self._aborting = self._loop.create_task(self._client.drain(0.0))
             # Not after the drain: a device that hangs never ends it.
             self._http.should_exit = True
             return
+        if signal_number == signal.SIGINT and phase != "ready":
+            self._is_interrupted = True
+            logger.warning("interrupted while %s", phase)
         logger.info("draining: running requests get %.0f s", self._config.drain_s)
         self._draining = self._loop.create_task(self._drain())
 
@@ -210,7 +226,11 @@ class _Server:
         started_s = time.perf_counter()
         if config.compile_cache != "":
             use_compile_cache(Path(config.compile_cache or self._cache_dir / "compiled"))
+        if config.model is None or not Path(config.model).expanduser().is_dir():
+            source = config.model or DEMO_MODEL_NAME
+            self._client.set_status(EngineStatus(phase="fetching", detail=source))
         folder = resolve_model(config.model, cache_dir=self._cache_dir)
+        name = self._served_name(folder)
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
         end_ids = end_token_ids(folder)
         uses_defaults = config.generation_config == "auto"
@@ -235,7 +255,7 @@ class _Server:
         grammar_folder = self._cache_dir / "grammars"
         grammars = make_grammars(config, loaded, tokenizer, end_ids, grammar_folder)
         self._model = ServedModel(
-            id=self._served_name(folder),
+            id=name,
             tokenizer=tokenizer,
             chat_template=template,
             vocab_size=loaded.config.vocab_size,
@@ -266,8 +286,11 @@ class _Server:
             return config.served_model_name
         if config.model is None:
             return DEMO_MODEL_NAME
-        is_folder = Path(config.model).expanduser() == folder
-        return folder.resolve().name if is_folder else config.model
+        if Path(config.model).expanduser() != folder:
+            return config.model
+        name = folder.resolve().name
+        check_text("the name of --model's folder, which --served-model-name may replace,", name)
+        return name
 
 
 def make_grammars(

@@ -1,7 +1,7 @@
 """The command line: reads flags and the environment, runs a command, maps failures to codes.
 
 Exit codes: 0 done, 1 the engine died, 2 a flag, the configuration or a grammar is wrong, 3 the
-model cannot be served.
+model cannot be served, 130 interrupted.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModelLoadError as error:
         return _fail(error, 3)
     except KeyboardInterrupt:
-        return 130
+        return _fail("interrupted", 130)
 
 
 def cache_dir() -> Path:
@@ -70,7 +70,7 @@ def _serve(config: ServeConfig) -> int:
     return serve(config, cache_dir())
 
 
-def _fail(error: Exception, code: int) -> int:
+def _fail(error: Exception | str, code: int) -> int:
     sys.stderr.write(f"jaxserve: {error}\n")
     return code
 

@@ -9,6 +9,20 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?")
+
+
+def size_in_bytes(text: str) -> int:
+    """Read a size: bytes, or K, M, G or T of them, by 1,000 each, or by 1,024 as in KiB.
+
+    Raises:
+        ValueError: it is none.
+    """
+    size = _SIZE.fullmatch(text)
+    if size is None or (size[3] and not size[2]):
+        raise ValueError(text)
+    return int(float(size[1]) * (1024 if size[3] else 1000) ** (" KMGT".index(size[2] or " ")))
+
 
 def flag(help_text: str, default: Any, *, repr: bool = True, **kwargs: Any) -> Any:
     """Declare a setting: its help, its default and what argparse needs beside them."""
@@ -43,7 +57,10 @@ class ServeConfig:
     )
     max_batch: int = flag("most sequences that decode at once", 16, metavar="N")
     kv_cache_bytes: int | None = flag(
-        "bytes of KV pages; default: what the device leaves, on a CPU 1 GiB", None, metavar="N"
+        "bytes of KV pages, such as 500M or 2GiB; default: what the device leaves, on a CPU 1 GiB",
+        None,
+        metavar="SIZE",
+        type=size_in_bytes,
     )
     tokens_per_resume_point: int = flag(
         "cached tokens for which sliding layers' pages shall hold one point to resume from",
@@ -128,14 +145,22 @@ class ServeConfig:
         choices=("auto", "off"),
     )
     trust_request_chat_template: bool = flag(
-        "accept chat templates, which are programs, from requests", False, action="store_true"
+        "accept chat templates, which are programs, from requests: of clients that one trusts;"
+        " each may run for 10 s",
+        False,
+        action="store_true",
+    )
+    max_body_bytes: int = flag(
+        "largest request body, in bytes or such as 8MiB",
+        32 << 20,
+        metavar="SIZE",
+        type=size_in_bytes,
     )
     reasoning_field: str = flag(
         "where answers tell the model's thoughts",
         "both",
         choices=("both", "reasoning", "reasoning_content", "none"),
     )
-    max_body_bytes: int = flag("largest request body", 32 << 20, metavar="N")
     log_level: str = flag(
         "least level to log", "INFO", type=str.upper, choices=("DEBUG", "INFO", "WARNING", "ERROR")
     )
@@ -169,10 +194,24 @@ class ServeConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise ConfigError(f"--drop-from-system {pattern!r} is wrong: {error}") from error
-        if any(not key.strip() for key in self.api_key):
-            raise ConfigError("--api-key is empty")
+        for key in self.api_key:
+            check_text("--api-key (or JAXSERVE_API_KEY)", key)
+        for origin in self.cors_origin:
+            check_text("--cors-origin", origin)
+        if self.served_model_name is not None:
+            check_text("--served-model-name", self.served_model_name)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not a port (0 to 65535)")
+
+
+def check_text(what: str, text: str) -> None:
+    """Refuse what no request could name, and no answer could hold."""
+    if not text.strip():
+        raise ConfigError(f"{what} is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{what} is not UTF-8") from error
 
 
 def serve_flags() -> tuple[Field[Any], ...]:

@@ -20,6 +20,7 @@ JaxserveError
     UnavailableError 503        starting, or draining
     EngineError 500             an internal fault ended this request
       EngineDeadError 503       the engine is gone for good
+    TransferEncodingError 501
   InvariantError                our bug: the device thread stops and the process ends
 """
 
@@ -155,7 +156,7 @@ class UrlTooLongError(ApiError):
 
 
 class UnsupportedMediaTypeError(ApiError):
-    """The body is not declared as JSON."""
+    """The body is not declared as JSON in UTF-8, as it is."""
 
     status = 415
     type = "invalid_request_error"
@@ -199,3 +200,11 @@ class EngineDeadError(EngineError):
 
     status = 503
     code = "engine_dead"
+
+
+class TransferEncodingError(ApiError):
+    """The body comes in a transfer coding other than chunked."""
+
+    status = 501
+    type = "invalid_request_error"
+    code = "unsupported_transfer_encoding"

@@ -32,7 +32,7 @@ CPU_KV_CACHE_BYTES = GIB
 DEVICE_FRACTION = 0.92
 """Share of an accelerator's memory to use: the rest is for its runtime and fragmentation."""
 
-Progress = Callable[[Literal["loading", "compiling"], int, int], None]
+Progress = Callable[[Literal["loading", "compiling", "warming"], int, int], None]
 """Called with a phase, its steps done and their total."""
 
 
@@ -69,6 +69,7 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     device = _find_device()
     dtype = _choose_dtype(options.dtype, device)
     config = load_config(folder)
+    _check_options(config, dtype, options, is_accelerator=device.platform != "cpu")
     loaded = load_params(
         folder, config, dtype, progress=lambda done, total: progress("loading", done, total)
     )
@@ -83,7 +84,7 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     logger.info("memory:\n%s", budget.table(plan.max_model_len))
     budget.check(plan.max_model_len)
     runner = ModelRunner(loaded.params, config, plan, compiled)
-    warm_up_s = runner.warm_up()
+    warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
     logger.info(
         "%s on %s (%s): loaded in %.1f s, %d programs compiled or read from the cache in %.1f s,"
         " warmed up in %.1f s",
@@ -120,6 +121,37 @@ def _cpu_multiplies_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+def _check_options(
+    config: ModelConfig, dtype: str, options: LoadOptions, *, is_accelerator: bool
+) -> None:
+    """Refuse, before the weights are read, what no weights could make fit."""
+    longest, kv_bytes = options.max_model_len, options.kv_cache_bytes
+    if longest is not None and longest > config.max_position:
+        raise ConfigError(
+            f"--max-model-len {longest} exceeds the model's {config.max_position} positions"
+        )
+    mix = _page_mix(config, dtype, options, is_accelerator=is_accelerator)
+    # One of them is the scratch page.
+    if kv_bytes is not None and mix.num_pages(kv_bytes) < 2:
+        raise ConfigError(
+            f"--kv-cache-bytes {kv_bytes} holds no page for tokens; one page of both kinds is"
+            f" {mix.bytes_per_page + mix.bytes_per_sliding_page} bytes, and two are the least"
+        )
+
+
+def _page_mix(
+    config: ModelConfig, dtype: str, options: LoadOptions, *, is_accelerator: bool
+) -> PageMix:
+    longest = options.max_model_len or config.max_position
+    return PageMix.of_model(
+        config,
+        dtype,
+        max_batch=options.max_batch,
+        chunk_tokens=extend_buckets(longest, is_accelerator=is_accelerator)[-1].tokens,
+        tokens_per_point=options.tokens_per_resume_point,
+    )
+
+
 def _make_plan(
     config: ModelConfig,
     params: Params,
@@ -130,11 +162,6 @@ def _make_plan(
 ) -> tuple[DevicePlan, MemoryBudget]:
     """Size the page pools, then choose the buckets; refuse what does not fit, with the table."""
     longest = options.max_model_len or config.max_position
-    if longest > config.max_position:
-        raise ConfigError(
-            f"--max-model-len {longest} exceeds the model's {config.max_position} positions"
-        )
-
     is_accelerator = device.platform != "cpu"
 
     def plan_for(num_pages: int, num_sliding_pages: int, max_model_len: int) -> DevicePlan:
@@ -167,13 +194,7 @@ def _make_plan(
         state_bytes=state_bytes,
         temp_bytes=temp_bytes,
         kv_bytes=kv_bytes,
-        mix=PageMix.of_model(
-            config,
-            dtype,
-            max_batch=options.max_batch,
-            chunk_tokens=extend_buckets(longest, is_accelerator=is_accelerator)[-1].tokens,
-            tokens_per_point=options.tokens_per_resume_point,
-        ),
+        mix=_page_mix(config, dtype, options, is_accelerator=is_accelerator),
     )
     if options.max_model_len is None and budget.num_tokens < longest:
         longest = max(budget.num_tokens, 2)

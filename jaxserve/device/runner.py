@@ -319,14 +319,21 @@ class ModelRunner:
         sampled = [i for i, chunk in enumerate(chunks) if chunk.sample]
         return self._run(shape, staged, sampled, num_targets)
 
-    def warm_up(self) -> dict[StepProgram, float]:
-        """Run every program once on padding; return their seconds, a first guess of a step's."""
+    def warm_up(
+        self, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> dict[StepProgram, float]:
+        """Run every program once on padding; return their seconds, a first guess of a step's.
+
+        `progress` gets (done, total).
+        """
         no_slots: list[int] = []
         durations_s = {}
         self._write_table(padding_piece(self._host_rows.scratch_slot))
         self._write_arena([Write(0, np.zeros(0, np.uint32))])
         self.copy_pages([])
-        for program in step_programs(self._plan):
+        programs = step_programs(self._plan)
+        progress(0, len(programs))
+        for program in programs:
             if isinstance(program, DecodeBucket):
                 staged = self._host_rows.stage(no_slots, program.rows, program.table_size)
             else:
@@ -334,6 +341,7 @@ class ModelRunner:
             started_s = time.perf_counter()
             self._run(program, staged, []).token_ids()
             durations_s[program] = time.perf_counter() - started_s
+            progress(len(durations_s), len(programs))
         return durations_s
 
     def _table_size(self, num_tokens: int) -> int:

@@ -21,11 +21,11 @@ from jaxserve.types import TERMINAL_EVENTS, EndedBy, GenerationRequest, OutputEv
 
 T = TypeVar("T")
 
-Phase = Literal["loading", "compiling", "ready", "draining", "dead"]
+Phase = Literal["fetching", "loading", "compiling", "warming", "ready", "draining", "dead"]
 
 # A phase gives way only to one of higher rank (or its own, for progress): a loader that gets ready
 # while the server drains does not undo that.
-_RANK: dict[Phase, int] = {"loading": 0, "compiling": 0, "ready": 0, "draining": 1, "dead": 2}
+_RANK: dict[Phase, int] = {"draining": 1, "dead": 2}
 
 _UNAVAILABLE_RETRY_AFTER_S = 5
 _OVERLOADED_RETRY_AFTER_S = 1
@@ -36,7 +36,7 @@ class EngineStatus:
     """What the engine is doing; requests are accepted only when ready.
 
     Attributes:
-        done: steps of the phase that are done (tensors loaded, programs compiled), of `total`.
+        done: steps of the phase that are done (bytes loaded, programs compiled), of `total`.
         detail: text for a human.
     """
 
@@ -132,7 +132,7 @@ class EngineClient:
     def set_status(self, status: EngineStatus) -> None:
         """Set the status; draining and dead are not undone. Any thread."""
         with self._status_lock:
-            if _RANK[status.phase] >= _RANK[self._status.phase]:
+            if _RANK.get(status.phase, 0) >= _RANK.get(self._status.phase, 0):
                 self._status = status
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[OutputStream]:

@@ -1,21 +1,22 @@
 """A generation's outputs as an OpenAI answer: whole, or frame by frame."""
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+
+import orjson
 
 from jaxserve.http.answer_parts import TurnPlan, WholeTurn
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.generation import Delta, Generation
 from jaxserve.http.limits import finish_details
-from jaxserve.http.prompts import Echo, EncodedPrompt
-from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
+from jaxserve.http.prompts import Echo
+from jaxserve.http.scores import ToldPrompts
+from jaxserve.openai.logprobs import Columns, LogprobsWriter, ScoredToken
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import STREAM_END, Answer, Choice
 from jaxserve.openai.usage import Timings, Usage
 from jaxserve.text.turns import Content, TurnEvent
-
-Logprobs = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,22 +27,23 @@ class AnswerWriter:
         choices: `n` of each prompt.
         echoes: by prompt, what precedes its choices' text.
         turns: how a chat's parts are written; None: there is nothing but text.
+        told: what is told of the prompts' tokens.
     """
 
     generation: Generation
     answer: Answer
-    prompts: Sequence[EncodedPrompt]
     choices: Sequence[ChoiceText]
     echoes: Sequence[Echo]
     options: GenerationOptions
     logprobs: LogprobsWriter
+    told: ToldPrompts
     turns: TurnPlan | None = None
 
     async def whole(self) -> bytes:
         """Run to the end and write one body; a fault in any sequence is raised."""
         turns = [WholeTurn(self.turns, [self._echo(index)]) for index in range(len(self.choices))]
         ids: list[list[int]] = [[] for _ in self.choices]
-        tokens: list[list[ScoredToken]] = [[] for _ in self.choices]
+        tokens: list[list[Columns]] = [[] for _ in self.choices]
         choices = []
         async with aclosing(self.generation.outputs()) as outputs:
             async for output in outputs:
@@ -49,8 +51,11 @@ class AnswerWriter:
                 if isinstance(output, Delta):
                     turns[index].add(output.delta.parts)
                     ids[index].extend(output.delta.token_ids)
-                    tokens[index].extend(output.delta.tokens)
+                    if output.delta.tokens:
+                        tokens[index].append(self._write(output.delta.tokens))
                     continue
+                prompt = index // self.options.n
+                told = [*await self.told.echo(prompt), *tokens[index]]
                 turns[index].add(output.parts)
                 choices.append(
                     Choice(
@@ -61,8 +66,8 @@ class AnswerWriter:
                         finish_reason=output.reason,
                         stop_reason=output.stop_reason,
                         finish_details=finish_details(output.cut_by),
-                        logprobs=self._write([*self._echoed(index), *tokens[index]]),
-                        prompt_logprobs=self._prompt_logprobs(index),
+                        logprobs=self._logprobs(told),
+                        prompt_logprobs=await self.told.scores(prompt),
                     )
                 )
         choices.sort(key=lambda choice: choice.index)
@@ -80,13 +85,14 @@ class AnswerWriter:
                 frame = b""
                 if not opened[index]:
                     opened[index] = True
-                    echoed = self._echoed(index)
-                    logprobs = self._write(echoed) if echoed else None
+                    echoed = await self.told.echo(index // options.n)
+                    logprobs = self._logprobs(echoed) if echoed else None
                     frame = answer.first_chunk(index, usage)
                     frame += answer.text_chunk(index, self._echo(index), (), logprobs, usage)
                 if isinstance(output, Delta):
                     delta = output.delta
-                    logprobs = self._write(delta.tokens) if delta.tokens else None
+                    tokens = delta.tokens
+                    logprobs = self._logprobs([self._write(tokens)]) if tokens else None
                     frame += self._chunks(index, delta.parts, delta.token_ids, logprobs, usage)
                 else:
                     num_open -= 1
@@ -112,7 +118,7 @@ class AnswerWriter:
         index: int,
         parts: Sequence[TurnEvent],
         token_ids: tuple[int, ...],
-        logprobs: Logprobs | None,
+        logprobs: orjson.Fragment | None,
         usage: Usage | None,
     ) -> bytes:
         """Write a step's parts; what is known of its ids goes with the first."""
@@ -133,45 +139,18 @@ class AnswerWriter:
     def _echo(self, index: int) -> str:
         return self.echoes[index // self.options.n].text
 
-    def _echoed(self, index: int) -> list[ScoredToken]:
-        """Return the echoed prompt's tokens, where they are to be told."""
-        prompt = index // self.options.n
-        offsets = self.echoes[prompt].offsets
-        if self.options.logprobs is None or not offsets:
-            return []
-        return [
-            ScoredToken(token_id=token_id, offset=offset, scored=scored)
-            for token_id, offset, scored in zip(
-                self.prompts[prompt].token_ids,
-                offsets,
-                (None, *self.choices[index].prompt.tokens),
-                strict=False,  # of a choice that was cut before, not all scores have come
-            )
-        ]
+    def _write(self, tokens: Sequence[ScoredToken]) -> Columns:
+        return self.answer.write_logprobs(self.logprobs, tokens, self.options.logprobs or 0)
 
-    def _write(self, tokens: Sequence[ScoredToken]) -> Logprobs | None:
-        num_top = self.options.logprobs
-        if num_top is None:
-            return None
-        return self.answer.write_logprobs(self.logprobs, tokens, num_top)
-
-    def _prompt_logprobs(self, index: int) -> list[dict[str, object] | None] | None:
-        num_top = self.options.prompt_logprobs
-        if num_top is None:
-            return None
-        tokens = self.choices[index].prompt.tokens
-        return self.logprobs.prompt([scored.cut(num_top) for scored in tokens])
+    def _logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment | None:
+        return None if self.options.logprobs is None else self.answer.join_logprobs(parts)
 
     def _usage(self) -> Usage:
-        generation, n = self.generation, self.options.n
         return Usage(
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
-            completion_tokens=generation.num_output_tokens,
-            reasoning_tokens=generation.num_thought_tokens,
-            # As the prompts, each counted once: by its first sample.
-            cached_tokens=sum(
-                generation.num_cached_tokens(p * n) for p in range(len(self.prompts))
-            ),
+            prompt_tokens=self.generation.num_prompt_tokens,
+            completion_tokens=self.generation.num_output_tokens,
+            reasoning_tokens=self.generation.num_thought_tokens,
+            cached_tokens=self.generation.num_cached_tokens,
         )
 
     def _timings(self) -> Timings:

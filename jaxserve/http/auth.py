@@ -24,23 +24,20 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with 401."""
-        if scope["type"] != "http" or self._is_let_in(scope):
+        if scope["type"] != "http" or (refusal := self._refusal(scope)) is None:
             await self._app(scope, receive, send)
             return
-        error = AuthenticationError(
-            "This server needs an API key: send it as the header Authorization: Bearer KEY."
-        )
-        response = error_response(error, {"www-authenticate": "Bearer"})
+        response = error_response(AuthenticationError(refusal), {"www-authenticate": "Bearer"})
         await response(scope, receive, send)
 
-    def _is_let_in(self, scope: Scope) -> bool:
+    def _refusal(self, scope: Scope) -> str | None:
         # A browser asks with OPTIONS before it sends a key, and no route does anything for it.
         if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":
-            return True
+            return None
         values = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(values) != 1:
-            return False
-        scheme, _, key = values[0].partition(b" ")
+        scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not key.strip():
+            return "This server needs an API key: send it as the header Authorization: Bearer KEY."
         # All are compared, and each in constant time: how long it takes tells nothing.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return None if any(matches) else "The API key is not known."

@@ -15,7 +15,9 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Generation, Generator
 from jaxserve.http.grammars import guide, prepare
+from jaxserve.http.middleware import SUMMARY
 from jaxserve.http.prompts import Echo, EncodedPrompt
+from jaxserve.http.scores import ToldPrompts, check_scores
 from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
@@ -50,6 +52,7 @@ async def generate(
     `on_answer` gets each that is complete.
     """
     request_id = logs.request_id.get()
+    check_scores(prompts, options, kind)
     grammar = None if options.grammar is None else await prepare(model.grammars, options.grammar)
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
@@ -66,11 +69,12 @@ async def generate(
         engine = _limited(engine, turns)
         requests = [turns.fit(request) for request in requests]
     stop = StopAutomaton(options.stop)
-    choices = []
+    choices, scores = [], []
     for first in range(0, len(requests), options.n):
         sampling = requests[first].sampling
         is_scored = sampling.num_prompt_logprobs is not None
-        scores = PromptScores(num_expected=len(requests[first].prompt_ids) - 1 if is_scored else 0)
+        num_expected = len(requests[first].prompt_ids) - 1 if is_scored else 0
+        scores.append(PromptScores(num_expected=num_expected))
         offset = len(echoes[first // options.n].text)
         choices += [
             ChoiceText(
@@ -78,7 +82,7 @@ async def generate(
                 options,
                 sampling,
                 stop,
-                prompt=scores,
+                prompt=scores[-1],
                 offset=offset,
                 turn=None if turns is None else turns.parser(request, options),
                 max_calls=None if turns is None else turns.tool_use.max_calls,
@@ -94,17 +98,24 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
+    spelling = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
     generation = Generation(
-        engine, requests, choices, timeout_s=options.timeout_s, on_answer=on_answer
+        engine,
+        requests,
+        choices,
+        num_samples=options.n,
+        timeout_s=options.timeout_s,
+        on_answer=on_answer,
     )
+    http.scope[SUMMARY] = generation.summary
     writer = AnswerWriter(
         generation=generation,
         answer=answer,
-        prompts=prompts,
         choices=choices,
         echoes=echoes,
         options=options,
-        logprobs=LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids),
+        logprobs=spelling,
+        told=ToldPrompts(prompts, echoes, scores, options=options, answer=answer, writer=spelling),
         turns=turns,
     )
 

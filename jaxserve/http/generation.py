@@ -4,7 +4,6 @@ It knows engine events and text, not OpenAI's JSON. Event loop only.
 """
 
 import asyncio
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -27,8 +26,6 @@ from jaxserve.types import (
     RequestStats,
     TokenOutput,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class EventStream(Protocol):
@@ -97,20 +94,22 @@ class Generation:
         requests: Sequence[GenerationRequest],
         choices: Sequence[ChoiceText],
         *,
+        num_samples: int = 1,
         timeout_s: float | None = None,
         on_answer: Callable[[GenerationRequest, ChoiceText], None] | None = None,
     ) -> None:
         """Submit all sequences, or none where the engine refuses; choice i reads sequence i.
 
-        After `timeout_s` those that have not ended are cut. `on_answer` gets each that has come to
+        So many samples in a row are of one prompt. After `timeout_s` those that have not ended are
+        cut. `on_answer` gets each sequence that has come to
         its end.
         """
         self._requests = requests
         self._choices = choices
+        self._num_samples = num_samples
         self._on_answer = on_answer
         self._stats: list[RequestStats | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
-        self._is_closed = False
         self._streams = engine.submit(requests)
         self._timer = (
             None
@@ -146,13 +145,11 @@ class Generation:
                         yield output
 
     def close(self) -> None:
-        """Abort what still runs and log the request's line. Later calls do nothing."""
-        if not self._is_closed:
-            self._is_closed = True
-            if self._timer is not None:
-                self._timer.cancel()
-            self._abort_all()
-            self._log()
+        """Abort what still runs."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in self._streams:
+            stream.abort()
 
     @property
     def num_output_tokens(self) -> int:
@@ -164,10 +161,16 @@ class Generation:
         """Those of them that belong to thoughts."""
         return sum(choice.num_thought_tokens for choice in self._choices)
 
-    def num_cached_tokens(self, index: int) -> int:
-        """Prompt tokens of an ended sequence that did not have to be computed."""
-        stats = self._stats[index]
-        return 0 if stats is None else stats.num_cached_tokens
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Ids of all prompts, each counted once."""
+        return sum(len(request.prompt_ids) for request in self._requests[:: self._num_samples])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those that did not have to be computed: of each prompt, by its first sample, if ended."""
+        first_stats = self._stats[:: self._num_samples]
+        return sum(stats.num_cached_tokens for stats in first_stats if stats is not None)
 
     def times_s(self) -> tuple[float, float, float]:
         """Tell when the first sequence started, the first token came, and the last sequence ended.
@@ -226,24 +229,16 @@ class Generation:
                 choice.cut_by = "timeout"
                 stream.abort("stop")
 
-    def _abort_all(self) -> None:
-        for stream in self._streams:
-            stream.abort()
-
-    def _log(self) -> None:
-        ended = [stats for stats in self._stats if stats is not None]
-        first = ended[0] if ended else None
-        logger.info(
-            "finished: sequences=%d prompt=%d cached=%d output=%d"
-            " queue_ms=%s ttft_ms=%s tpot_ms=%s reason=%s",
-            len(self._requests),
-            sum(len(request.prompt_ids) for request in self._requests),
-            sum(stats.num_cached_tokens for stats in ended),
-            self.num_output_tokens,
-            _ms(first.queue_s if first else None),
-            _ms(first.ttft_s if first else None),
-            _ms(_tpot_s(first) if first else None),
-            ",".join(sorted(set(self._reasons))),
+    def summary(self) -> str:
+        """Tell of this request what a line of the log holds, as far as it has come."""
+        first = next((stats for stats in self._stats if stats is not None), None)
+        return (
+            f"sequences={len(self._requests)} prompt={self.num_prompt_tokens}"
+            f" cached={self.num_cached_tokens} output={self.num_output_tokens}"
+            f" queue_ms={_ms(first.queue_s if first else None)}"
+            f" ttft_ms={_ms(first.ttft_s if first else None)}"
+            f" tpot_ms={_ms(_tpot_s(first) if first else None)}"
+            f" reason={','.join(sorted(set(self._reasons)))}"
         )
 
 

@@ -1,4 +1,4 @@
-"""What every HTTP request gets: an id, in and out, a metric, and an answer even to a bug.
+"""What every HTTP request gets: an id, a metric, a line of the log, and an answer even to a bug.
 
 Pure ASGI, since Starlette's BaseHTTPMiddleware hides disconnects from the endpoints.
 """
@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 # What nginx logs for a client that closed before its answer: there is nobody to send it to.
 _CLIENT_GONE = 499
+
+SUMMARY = "jaxserve.summary"
+"""Where a scope has what tells, at the end, of the sequences that it had generated."""
 
 
 class RequestMiddleware:
@@ -61,8 +64,11 @@ class RequestMiddleware:
             logger.exception("a request broke")
             await fail(EngineError(INTERNAL_ERROR_MESSAGE))
         finally:
+            endpoint = _endpoint(scope)
+            if SUMMARY in scope:
+                logger.info("finished: %s %d %s", endpoint, status, scope[SUMMARY]())
             logs.request_id.reset(token)
-            self._metrics.observe_http(_endpoint(scope), status)
+            self._metrics.observe_http(endpoint, status)
 
 
 def header_request_id(scope: Scope) -> str | None:
@@ -76,4 +82,5 @@ def header_request_id(scope: Scope) -> str | None:
 def _endpoint(scope: Scope) -> str:
     """The route's own path, so that clients cannot invent label values."""
     route = scope.get("route")
-    return route.path if isinstance(route, Route) else "unknown"
+    # A parameter's converter is the router's own.
+    return route.path_format if isinstance(route, Route) else "unknown"

@@ -1,13 +1,10 @@
 """From a request's messages or prompts to token ids that the model may be given."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
-
-import anyio.to_thread
-from anyio import CapacityLimiter
-from anyio.lowlevel import RunVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError
+from jaxserve.http.aside import INLINE_COST, run_aside
 from jaxserve.http.conversations import render_conversation
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.turns import Turn, restore
@@ -16,17 +13,8 @@ from jaxserve.openai.options import MAX_TEXT_CHARS
 from jaxserve.openai.requests import Prompt
 from jaxserve.text.detokenizer import Detokenizer
 
-T = TypeVar("T")
-
-# Tokenizing takes 1 to 2 µs a character, a worker thread 0.1 ms; every stream waits meanwhile.
-_INLINE_CHARS = 1_000
-_CHARS_PER_PART = 10
+_CHARS_PER_PART = 50
 """What a message or a part of one costs a template, in characters."""
-
-_MAX_WORKERS = 2
-"""Tokenizing takes 100 bytes a character: a flood of long texts queues for these threads."""
-
-_limiter: RunVar[CapacityLimiter] = RunVar("tokenizing")
 
 
 class EncodedPrompt(NamedTuple):
@@ -84,8 +72,8 @@ async def chat_prompt(
         for each in conversation.messages
     )
     if conversation.takes_long:
-        cost += _INLINE_CHARS
-    return await _run(run, cost)
+        cost += INLINE_COST
+    return await run_aside(run, cost, is_foreign=conversation.chat_template is not None)
 
 
 async def completion_prompts(
@@ -110,7 +98,7 @@ async def completion_prompts(
         return encoded
 
     params = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
-    return await _run(
+    return await run_aside(
         lambda: [encode_one(*each) for each in zip(prompts, params, strict=True)],
         sum(len(prompt) for prompt in prompts),
     )
@@ -121,7 +109,7 @@ async def encode(
 ) -> tuple[int, ...]:
     """Tokenize a text, which may be empty."""
     _check_length(text, model, param=param, must_fit=False)
-    prompt = await _run(
+    prompt = await run_aside(
         lambda: _encoded(text, model, add_special_tokens=add_special_tokens), len(text)
     )
     return prompt.token_ids
@@ -151,7 +139,7 @@ async def completion_echo(
             offset += length
         return tuple(found)
 
-    return Echo(text, await _run(offsets, len(prompt.token_ids)))
+    return Echo(text, await run_aside(offsets, len(prompt.token_ids)))
 
 
 def chat_echo(conversation: Conversation) -> Echo:
@@ -167,7 +155,7 @@ async def decode(token_ids: Sequence[int], model: ServedModel, *, skip_special_t
         detokenizer = Detokenizer(model.tokenizer, skip_special_tokens=skip_special_tokens)
         return detokenizer.push(token_ids) + detokenizer.finish()
 
-    return await _run(run, len(token_ids))
+    return await run_aside(run, len(token_ids))
 
 
 def check_ids(ids: Sequence[int], model: ServedModel, *, param: str, must_fit: bool) -> None:
@@ -233,15 +221,3 @@ def _truncated(prompt: EncodedPrompt, keep: int | None) -> EncodedPrompt:
     if keep is None or len(prompt.token_ids) <= keep:
         return prompt
     return EncodedPrompt(None, prompt.token_ids[-keep:])
-
-
-async def _run(work: Callable[[], T], cost: int) -> T:
-    """Do something that takes as long as tokenizing `cost` characters."""
-    if cost < _INLINE_CHARS:
-        return work()
-    try:
-        limiter = _limiter.get()
-    except LookupError:
-        limiter = CapacityLimiter(_MAX_WORKERS)
-        _limiter.set(limiter)
-    return await anyio.to_thread.run_sync(work, limiter=limiter)

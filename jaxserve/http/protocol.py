@@ -3,7 +3,8 @@
 - An offer to change protocols (`Upgrade: h2c`, which Java's own client sends with every first
   request) is ignored, as RFC 9110 section 7.8 allows: httptools alone would drop the body.
 - The URL and the head of a request are bounded, and so is the time that a request takes to arrive.
-- A client that goes is noticed by every request it sent, also where it sent several at once.
+- A client that goes is noticed by every request it sent, also where it sent several at once; one
+  that only closes its sending side behind a request is answered.
 - What is no HTTP gets an error in the API's shape too, after the answers to what was before it.
 """
 
@@ -20,6 +21,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     MethodNotAllowedError,
     RequestTimeoutError,
+    TransferEncodingError,
     UrlTooLongError,
 )
 from jaxserve.openai.responses import error_body
@@ -31,6 +33,12 @@ MAX_PIPELINED = 8
 
 MAX_SILENCE_S = 30.0
 """Seconds that a head may take in all, and a body between two pieces of it."""
+
+
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+"""What every client skips, and one that has gone answers with a reset, which the next one meets."""
+
+_PROBE_DELAYS_S = (0.05, 0.1, 1.0, 5.0)
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -47,6 +55,7 @@ class HttpProtocol(HttpToolsProtocol):
     _refusal: ApiError | None = None  # to be sent once all before it is answered
     _unanswered: tuple[RequestResponseCycle, ...] = ()
     _timer: asyncio.TimerHandle | None = None
+    _is_half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to listen."""
@@ -61,6 +70,17 @@ class HttpProtocol(HttpToolsProtocol):
             _leave(cycle)
         self._unanswered = ()
         super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answers to requests that are complete, and have none yet."""
+        if not self._is_half_closed:
+            self._is_half_closed = self._part == "none" and not any(
+                cycle.response_started or cycle.scope["http_version"] == "1.0"
+                for cycle in self._unanswered
+            )
+            if self._is_half_closed:
+                self._schedule_probe(_PROBE_DELAYS_S)
+        return self._is_half_closed and bool(self._unanswered)
 
     def data_received(self, data: bytes) -> None:
         """Parse what came in; a request starts when its head is complete."""
@@ -110,8 +130,13 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header; what follows a chunked body is none, and is dropped."""
-        if self._part == "head" and self._fault is None:
-            super().on_header(name, value)
+        if self._part != "head" or self._fault is not None:
+            return
+        super().on_header(name, value)
+        if name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            self._fault = TransferEncodingError(
+                f"Transfer-Encoding must be chunked, not {value.decode('latin-1')}."
+            )
 
     def on_headers_complete(self) -> None:
         """Start the request, unless it is too large, or to be parsed again without its offer."""
@@ -150,6 +175,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._unanswered = tuple(c for c in self._unanswered if not c.response_complete)
         if self._refusal is not None and not self._unanswered:
             self._send_refusal(self._refusal)
+        elif self._is_half_closed and not self._unanswered:
+            self.transport.close()
         else:
             super().on_response_complete()
 
@@ -160,6 +187,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._fault = HeadTooLargeError(
                 f"The head exceeds the limit of {MAX_HEAD_BYTES} bytes."
             )
+
+    def _schedule_probe(self, delays_s: tuple[float, ...]) -> None:
+        """Find out whether a client has closed one side of the connection or both."""
+        if delays_s:
+            self.loop.call_later(delays_s[0], self._probe, delays_s[1:])
+
+    def _probe(self, delays_s: tuple[float, ...]) -> None:
+        is_waiting = bool(self._unanswered) and not self._unanswered[0].response_started
+        if is_waiting and not self.transport.is_closing():
+            self.transport.write(_PROBE)
+            self._schedule_probe(delays_s)
 
     def _check_silence(self) -> None:
         """End a connection whose request does not arrive."""

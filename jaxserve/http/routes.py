@@ -11,6 +11,7 @@ from starlette.routing import Route
 from jaxserve import __version__, logs
 from jaxserve.errors import EngineDeadError, NotFoundError, UnavailableError
 from jaxserve.http.answer_parts import TurnPlan
+from jaxserve.http.aside import run_aside
 from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
 from jaxserve.http.chats import Chats
@@ -81,6 +82,7 @@ class Endpoints:
             Route("/v1/cache/flush", self.flush_cache, methods=["POST"]),
             Route("/v1/grammar/check", self.check_grammar, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/live", self.live, methods=["GET"]),
@@ -148,7 +150,8 @@ class Endpoints:
         text = prompt.text
         if text is None:  # it was cut
             text = await decode(prompt.token_ids, model, skip_special_tokens=False)
-        return _json({"prompt": text, "token_ids": prompt.token_ids})
+        answer = {"prompt": text, "token_ids": prompt.token_ids}
+        return await run_aside(lambda: _json(answer), len(prompt.token_ids))
 
     async def tokenize(self, http: HttpRequest) -> Response:
         """Tell the ids of a text, or of a conversation."""
@@ -164,17 +167,21 @@ class Endpoints:
             )
         else:
             ids = (await self._chats.render(request.source, model)).token_ids
-        spellings = None
-        if request.return_token_strs:
-            spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
-        return _json(
-            {
-                "count": len(ids),
-                "max_model_len": model.max_model_len,
-                "tokens": ids,
-                "token_strs": spellings,
-            }
-        )
+
+        def write() -> Response:
+            spellings = None
+            if request.return_token_strs:
+                spellings = [model.tokenizer.id_to_token(token_id) for token_id in ids]
+            return _json(
+                {
+                    "count": len(ids),
+                    "max_model_len": model.max_model_len,
+                    "tokens": ids,
+                    "token_strs": spellings,
+                }
+            )
+
+        return await run_aside(write, len(ids))
 
     async def detokenize(self, http: HttpRequest) -> Response:
         """Tell the text of some ids, control tokens included."""

@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.hub.demo import DEMO_MODEL_NAME, fetch_gemma3_270m
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
 # No pickles, no GGUF, no images: only what is read.
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
 
@@ -32,6 +33,23 @@ def resolve_model(name_or_dir: str | None, *, cache_dir: Path) -> Path:
         f"--model {name_or_dir!r} is neither a folder, nor a hub name (org/name), "
         f"nor {DEMO_MODEL_NAME!r}"
     )
+
+
+def check_folder(name_or_dir: str | None) -> None:
+    """Refuse a folder, where it is one, that lacks what every model has.
+
+    Raises:
+        ModelLoadError: naming what is missing.
+    """
+    folder = Path(name_or_dir or "").expanduser()
+    if not name_or_dir or not folder.is_dir():
+        return
+    missing = [name for name in _NEEDED if not any(folder.glob(name))]
+    if missing:
+        raise ModelLoadError(
+            f"--model {name_or_dir}: the folder {folder.resolve()} holds no model: it has no"
+            f" {', no '.join(missing)}"
+        )
 
 
 def _download(repo_id: str) -> Path:

@@ -29,6 +29,7 @@ Schema = dict[str, object]
 MAX_DEPTH = 64
 """Levels of a free object: what walks it later, a template for one, recurses."""
 
+NAME_PATTERN = "^[^\ufffd]*$"
 _TOKEN_ID = re.compile(r"(?:0|[1-9][0-9]{0,8})")
 _MAX_TOKEN_ID = 999_999_999
 
@@ -148,7 +149,7 @@ class Name:
         return name
 
     def schema(self) -> Schema:
-        return Text(1, self.max_length).schema()
+        return {**Text(1, self.max_length).schema(), "pattern": NAME_PATTERN}
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,8 +344,11 @@ class Neutral:
 
     def __call__(self, value: object, path: str) -> None:
         if not any(_same_json(value, neutral) for neutral in self.values):
+            others = " or ".join(orjson.dumps(neutral).decode() for neutral in self.values)
             raise UnsupportedFieldError(
-                f"{path}={_show(value)} is not supported by this server.", param=path
+                f"{path} is not supported by this server{others and f', except as {others}'};"
+                f" it was {_show(value)}.",
+                param=path,
             )
 
     def schema(self) -> Schema:

@@ -1,15 +1,46 @@
 r"""Log-probabilities as the two answers write them.
 
 A token is written as its text; one that is a byte of a character, as OpenAI does, as `bytes:\xNN`.
+What is written is JSON at once, a token at a time: as objects, those of a long prompt would take
+their encoder the time of several steps in one piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
+
+import orjson
 
 from jaxserve.types import TokenLogprobs
 
 Wire = dict[str, object]
+
+Columns = tuple[bytes, ...]
+"""Tokens as JSON: what goes into each list of a choice's `logprobs`; parts can be joined."""
+
+_COMPLETION_LISTS = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+
+
+def chat_logprobs(parts: Sequence[Columns]) -> orjson.Fragment:
+    """Join what is told of a chat choice's tokens to its `logprobs`."""
+    [content] = _joined(parts, 1)
+    return orjson.Fragment(b'{"content":[%s],"refusal":null}' % content)
+
+
+def completion_logprobs(parts: Sequence[Columns]) -> orjson.Fragment:
+    """Join what is told of a completion choice's tokens to its `logprobs`."""
+    columns = _joined(parts, len(_COMPLETION_LISTS))
+    lists = [b'"%s":[%s]' % each for each in zip(_COMPLETION_LISTS, columns, strict=True)]
+    return orjson.Fragment(b"{%s}" % b",".join(lists))
+
+
+def _joined(parts: Sequence[Columns], num_columns: int) -> list[bytes]:
+    return [b",".join(part[i] for part in parts if part[i]) for i in range(num_columns)]
+
+
+def _column(values: Iterable[object]) -> bytes:
+    return b",".join(map(orjson.dumps, values))
 
 
 class Spelling(Protocol):
@@ -40,9 +71,9 @@ class LogprobsWriter:
     spelling: Spelling
     as_ids: bool
 
-    def chat(self, tokens: Sequence[ScoredToken]) -> Wire:
-        """Give the `logprobs` of a chat choice."""
-        content = [
+    def chat(self, tokens: Sequence[ScoredToken]) -> Columns:
+        """Write tokens of a chat choice."""
+        content = (
             {
                 **self._entry(token.token_id, token.scored.logprob),
                 "top_logprobs": [
@@ -54,23 +85,22 @@ class LogprobsWriter:
             }
             for token in tokens
             if token.scored is not None
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return (_column(content),)
 
-    def completion(self, tokens: Sequence[ScoredToken], num_top: int) -> Wire:
-        """Give the `logprobs` of a completion choice; a token is always among its likeliest."""
-        return {
-            "tokens": [self._text(token.token_id) for token in tokens],
-            "token_logprobs": [
-                None if token.scored is None else token.scored.logprob for token in tokens
-            ],
-            "top_logprobs": [self._top(token.scored, num_top) for token in tokens],
-            "text_offset": [token.offset for token in tokens],
-        }
+    def completion(self, tokens: Sequence[ScoredToken], num_top: int) -> Columns:
+        """Write tokens of a completion choice; each is always among its likeliest."""
+        return (
+            _column(self._text(token.token_id) for token in tokens),
+            _column(None if token.scored is None else token.scored.logprob for token in tokens),
+            _column(self._top(token.scored, num_top) for token in tokens),
+            _column(token.offset for token in tokens),
+        )
 
-    def prompt(self, scored: Sequence[TokenLogprobs]) -> list[Wire | None]:
-        """Give `prompt_logprobs` as vLLM does: by id, None for the first token."""
-        return [None, *(self._by_id(each) for each in scored)]
+    def prompt(self, scored: Sequence[TokenLogprobs], num_top: int) -> orjson.Fragment:
+        """Give `prompt_logprobs` as vLLM does: by id, null for the first token."""
+        rest = (self._by_id(each.cut(num_top)) for each in scored)
+        return orjson.Fragment(b"[%s]" % _column(chain((None,), rest)))
 
     def _top(self, scored: TokenLogprobs | None, num_top: int) -> dict[str, float] | None:
         if scored is None:

@@ -204,7 +204,8 @@ class _TemplateVariables:
         return variables
 
     def schema(self) -> dict[str, object]:
-        return Mapped().schema()
+        reserved = [{"enum": sorted(_RESERVED_VARIABLES)}, {"pattern": "_token$"}]
+        return {**Mapped().schema(), "propertyNames": {"not": {"anyOf": reserved}}}
 
 
 _RESERVED_VARIABLES = frozenset(
@@ -284,7 +285,11 @@ _CHAT_TEMPLATE: Field[str | None] = Field(
     "a Jinja template in place of the model's own; needs --trust-request-chat-template",
 )
 _TEMPLATE_KWARGS: Field[Mapping[str, object]] = Field(
-    "chat_template_kwargs", _TemplateVariables(), {}, "further variables of the template"
+    "chat_template_kwargs",
+    _TemplateVariables(),
+    {},
+    f"further variables of the template; not {', '.join(sorted(_RESERVED_VARIABLES))},"
+    " nor a name that ends in _token",
 )
 _EFFORT: Field[str | None] = Field(
     "reasoning_effort",

@@ -21,6 +21,7 @@ from jaxserve.openai.fields import (
     Object,
     OneOrMany,
     RequestId,
+    Schema,
     Text,
     TokenBiases,
     TokenIds,
@@ -36,13 +37,16 @@ MAX_SEQUENCES = 128
 MAX_TEXT_CHARS = 1 << 20
 """Characters of a text that are tokenized in any case; more only where a context may hold them."""
 
+MAX_PROMPT_SCORES = 1 << 20
+"""Log-probabilities of prompts' tokens that one answer tells, about 60 bytes each."""
+
 # Longer lists and strings keep the event loop from everybody's streams.
 MAX_STOP_CHARS = 1024
 MAX_STOPS = 16
 MAX_BAD_WORD_CHARS = 256
 MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 256
-MAX_ALLOWED_IDS = 1 << 18
+MAX_ALLOWED_IDS = 4096
 # Above every vocabulary: a larger top_k can only be a mistake.
 _MAX_TOP_K = 1 << 20
 LARGEST_BUDGET = (1 << 31) - 1
@@ -122,6 +126,21 @@ class GenerationOptions:
     ensure_complete: bool = False
     timeout_s: float | None
     repetition: Repetition | None
+
+
+class _Truncation:
+    """How many of a prompt's last tokens count; -1: as many as possible."""
+
+    _count = Integer(1, LARGEST_BUDGET)
+
+    def __call__(self, value: object, path: str) -> int:
+        count = Integer(-1, LARGEST_BUDGET)(value, path)
+        if count == 0:
+            raise InvalidRequestError(f"{path} must be -1 or at least 1, not 0.", param=path)
+        return count
+
+    def schema(self) -> Schema:
+        return {"anyOf": [{"enum": [-1]}, self._count.schema()]}
 
 
 _INCLUDE_USAGE = Field("include_usage", Boolean(), False, "end in a chunk with the usage")
@@ -235,7 +254,7 @@ _PROMPT_LOGPROBS: Field[int | None] = Field(
 )
 _TRUNCATE: Field[int | None] = Field(
     "truncate_prompt_tokens",
-    Integer(-1, LARGEST_BUDGET),
+    _Truncation(),
     None,
     "take only the last so many tokens of a prompt; -1: what the context holds beside the answer",
 )
@@ -342,11 +361,6 @@ def read_options(
         raise InvalidRequestError(
             f"min_tokens={values[_MIN_TOKENS]} exceeds max_tokens={max_tokens}.",
             param="min_tokens",
-        )
-    if values[_TRUNCATE] == 0:
-        raise InvalidRequestError(
-            "truncate_prompt_tokens must be -1 or at least 1, not 0.",
-            param="truncate_prompt_tokens",
         )
     top_k, grammar = values[_TOP_K], read_grammar(values)
     if values[ENSURE_COMPLETE] and grammar is None:

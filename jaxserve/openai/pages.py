@@ -6,8 +6,16 @@ from typing import cast
 
 import orjson
 
-from jaxserve.openai.fields import Field, FieldTable, Inert, Neutral, Schema, object_schema
-from jaxserve.openai.options import MAX_TEXT_CHARS
+from jaxserve.openai.fields import (
+    NAME_PATTERN,
+    Field,
+    FieldTable,
+    Inert,
+    Neutral,
+    Schema,
+    object_schema,
+)
+from jaxserve.openai.options import MAX_PROMPT_SCORES, MAX_TEXT_CHARS
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
@@ -180,9 +188,16 @@ def _page_lines() -> Iterator[str]:
     yield "outside of what is given here, in the form of [errors.md](errors.md). The endpoints are"
     yield "OpenAI's and vLLM's."
     yield ""
+    yield "A text's limits are in characters. A name is a text without U+FFFD, which stands for a"
+    yield "half of a surrogate pair."
+    yield ""
     yield "A text that cannot fit the context, however it is tokenized, is refused before it is."
     yield "Where more than the context is read (`/tokenize`, render, `truncate_prompt_tokens`),"
     yield f"{MAX_TEXT_CHARS:,} characters are, or as many as the context may hold."
+    yield ""
+    yield f"An answer tells at most {MAX_PROMPT_SCORES:,} log-probabilities of prompts' tokens"
+    yield "(`prompt_logprobs`, or a completion's `echo` with `logprobs`): tokens times (likeliest +"
+    yield "1), in a completion times `n`."
     yield ""
     yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md)."
     for end in _ENDPOINTS:
@@ -234,13 +249,35 @@ def _takes(schema: Schema) -> str:
         return ", ".join(f"`{value}`" for value in cast(list[object], schema["enum"]))
     kind = cast(str, schema["type"])
     if kind == "array":
-        most = f" of at most {schema['maxItems']}" if "maxItems" in schema else ""
-        return f"list{most} ({_takes(cast(Schema, schema['items']))})"
+        least = f"{schema['minItems']} to" if "minItems" in schema else "at most"
+        count = f" of {least} {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"list{count} ({_takes(cast(Schema, schema['items']))})"
     if kind == "string":
-        return f"text, at most {schema['maxLength']}" if "maxLength" in schema else "text"
+        return _takes_text(schema)
     if kind in ("integer", "number"):
         least = f"> {schema['exclusiveMinimum']:g}" if "exclusiveMinimum" in schema else ""
         return f"{kind}, {least or schema.get('minimum')} to {schema['maximum']}"
     if kind == "object" and "properties" in schema:
-        return "object: " + ", ".join(f"`{name}`" for name in cast(Schema, schema["properties"]))
+        properties = cast(dict[str, Schema], schema["properties"])
+        return "object: " + ", ".join(_property(*each) for each in properties.items())
+    if "maxProperties" in schema:
+        values = _takes(cast(Schema, schema["additionalProperties"]))
+        return f"object of at most {schema['maxProperties']} (token id: {values})"
     return kind
+
+
+def _property(name: str, schema: Schema) -> str:
+    """Name a property, and its values where they are a few words."""
+    values = cast(list[object], schema.get("enum", ()))
+    are_words = bool(values) and all(isinstance(value, str) for value in values)
+    return f"`{name}` ({_takes(schema)})" if are_words else f"`{name}`"
+
+
+def _takes_text(schema: Schema) -> str:
+    pattern, longest = schema.get("pattern"), schema.get("maxLength")
+    kinds = {None: "text", NAME_PATTERN: "name"}
+    kind = kinds.get(cast(str | None, pattern), "visible ASCII characters")
+    if longest is None:
+        return kind if "minLength" not in schema else f"{kind}, not empty"
+    is_empty_fine = pattern is None and "minLength" not in schema
+    return f"{kind}, at most {longest}" if is_empty_fine else f"{kind}, 1 to {longest}"

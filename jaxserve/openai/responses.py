@@ -13,7 +13,13 @@ from typing import ClassVar, Literal
 import orjson
 
 from jaxserve.errors import ApiError
-from jaxserve.openai.logprobs import LogprobsWriter, ScoredToken
+from jaxserve.openai.logprobs import (
+    Columns,
+    LogprobsWriter,
+    ScoredToken,
+    chat_logprobs,
+    completion_logprobs,
+)
 from jaxserve.openai.usage import Timings, Usage
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -43,8 +49,8 @@ class Choice:
     stop_reason: str | int | None
     extras: Mapping[str, object] = field(default_factory=dict)
     finish_details: Mapping[str, object] = field(default_factory=dict)
-    logprobs: Mapping[str, object] | None = None
-    prompt_logprobs: Sequence[object] | None = None
+    logprobs: orjson.Fragment | None = None
+    prompt_logprobs: orjson.Fragment | None = None
 
 
 class Answer(ABC):
@@ -53,7 +59,7 @@ class Answer(ABC):
     Attributes:
         prompt_param: the request's field that holds the prompts.
         default_max_tokens: OpenAI's budget of a request that names none; None: all of the context.
-        tells_echo: an echoed prompt's tokens are told with the answer's.
+        tells_echo: what is told of a prompt's tokens comes with each choice, echoed ones' too.
 
     Args:
         prompts: the prompts' token ids, written where `return_token_ids`.
@@ -79,7 +85,8 @@ class Answer(ABC):
         return_token_ids: bool,
     ) -> None:
         self._meta = {"id": self.id_prefix + request_id, "created": created, "model": model}
-        self._prompts = prompts
+        # As JSON, since every choice of a completion repeats them.
+        self._prompts = [orjson.Fragment(orjson.dumps(ids)) for ids in prompts if return_token_ids]
         self._n = n
         self._return_token_ids = return_token_ids
         meta = orjson.dumps({"object": self.chunk_object, **self._meta})
@@ -92,8 +99,12 @@ class Answer(ABC):
     @abstractmethod
     def write_logprobs(
         self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
-    ) -> Mapping[str, object]:
-        """Give a choice's `logprobs`."""
+    ) -> Columns:
+        """Write what is told of some of a choice's tokens."""
+
+    @abstractmethod
+    def join_logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment:
+        """Give a choice's `logprobs`, from what was written."""
 
     @abstractmethod
     def _wire_choice(self, choice: Choice) -> dict[str, object]: ...
@@ -106,7 +117,7 @@ class Answer(ABC):
         index: int,
         text: str,
         token_ids: tuple[int, ...],
-        logprobs: Mapping[str, object] | None = None,
+        logprobs: orjson.Fragment | None = None,
         usage: Usage | None = None,
     ) -> bytes:
         """Carry one step's text of a choice; b"" where there is nothing to carry.
@@ -131,7 +142,7 @@ class Answer(ABC):
         index: int,
         delta: Mapping[str, object],
         token_ids: tuple[int, ...],
-        logprobs: Mapping[str, object] | None,
+        logprobs: orjson.Fragment | None,
         usage: Usage | None,
     ) -> bytes:
         """Carry one step's part of a chat that is no content."""
@@ -223,9 +234,13 @@ class ChatAnswer(Answer):
 
     def write_logprobs(
         self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
-    ) -> Mapping[str, object]:
-        """Give a choice's `logprobs`."""
+    ) -> Columns:
+        """Write what is told of some of a choice's tokens."""
         return writer.chat(tokens)
+
+    def join_logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment:
+        """Give a choice's `logprobs`, from what was written."""
+        return chat_logprobs(parts)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
         # Clients take no text beside calls for null.
@@ -280,9 +295,13 @@ class CompletionAnswer(Answer):
 
     def write_logprobs(
         self, writer: LogprobsWriter, tokens: Sequence[ScoredToken], num_top: int
-    ) -> Mapping[str, object]:
-        """Give a choice's `logprobs`."""
+    ) -> Columns:
+        """Write what is told of some of a choice's tokens."""
         return writer.completion(tokens, num_top)
+
+    def join_logprobs(self, parts: Sequence[Columns]) -> orjson.Fragment:
+        """Give a choice's `logprobs`, from what was written."""
+        return completion_logprobs(parts)
 
     def _wire_choice(self, choice: Choice) -> dict[str, object]:
         ids = self._token_ids(choice)
@@ -310,18 +329,23 @@ class CompletionAnswer(Answer):
 def error_body(error: ApiError) -> bytes:
     """Write an error; the shape is the same in a body and in a stream.
 
-    What a message or a path quotes of the request may be as long as that.
+    What a message or a path quotes of the request may be as long as that, and no Unicode.
     """
     return orjson.dumps(
         {
             "error": {
-                "message": error.message[:_MAX_MESSAGE_CHARS],
+                "message": _encodable(error.message[:_MAX_MESSAGE_CHARS]),
                 "type": error.type,
-                "param": error.param and error.param[:_MAX_PARAM_CHARS],
+                "param": error.param and _encodable(error.param[:_MAX_PARAM_CHARS]),
                 "code": error.code,
             }
         }
     )
+
+
+def _encodable(text: str) -> str:
+    """Replace halves of surrogate pairs."""
+    return text.encode(errors="replace").decode()
 
 
 def model_object(id: str, *, created: int, max_model_len: int) -> dict[str, object]:

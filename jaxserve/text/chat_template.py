@@ -8,9 +8,12 @@ loaded; any thread.
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import jinja2
@@ -22,6 +25,9 @@ from jaxserve.text.tokenizer_config import TokenizerConfig
 
 _FILE_NAME = "chat_template.jinja"
 
+MAX_SOURCE_S = 10.0
+"""Seconds that a template of a request may run."""
+
 # What a template, which is code, raises on messages of a shape that it does not expect.
 _RENDER_ERRORS = (
     jinja2.TemplateError,
@@ -31,6 +37,7 @@ _RENDER_ERRORS = (
     AttributeError,
     ArithmeticError,
     RuntimeError,
+    MemoryError,
     SyntaxError,  # from Python, which a template is translated to: loops nested too deeply
 )
 
@@ -94,10 +101,8 @@ class ChatTemplate:
         Raises:
             InvalidRequestError: there is no template, or the template refuses the messages.
         """
-        mark = secrets.token_hex(16) if continue_final_message else ""
-        if mark:
-            messages = [*messages[:-1], _with_mark(messages[-1], mark)]
-        try:
+
+        def write(messages: Sequence[Mapping[str, Any]]) -> str:
             template = (
                 self._choose(with_tools=bool(tools))
                 if source is None
@@ -111,21 +116,18 @@ class ChatTemplate:
             )
             # A template may spell half of a surrogate pair, which no tokenizer takes.
             text.encode()
+            return text
+
+        def run() -> str:
+            return _up_to_end(write, messages) if continue_final_message else write(messages)
+
+        try:
+            return run() if source is None else _within(MAX_SOURCE_S, run)
         except _RENDER_ERRORS as error:
             raise InvalidRequestError(
                 f"the chat template refused the messages: {error}",
                 param="messages" if source is None else "chat_template",
             ) from error
-        if not mark:
-            return text
-        before, found, _ = text.rpartition(mark)
-        if not found:
-            raise InvalidRequestError(
-                "the chat template does not write the last message, which is to be continued",
-                param="continue_final_message",
-            )
-        # The template may write the message more than once.
-        return before.replace(mark, "")
 
     def mentions(self, name: str, source: str | None = None) -> bool:
         """Tell whether a template, `source` or the checkpoint's own, has a name in it.
@@ -145,13 +147,57 @@ class ChatTemplate:
         return template
 
 
+def _up_to_end(
+    write: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """Write messages up to where the last one's content ends, however the template trims that."""
+    texts = set()
+    # Two, of two lengths: what a template makes of a mark, but for writing it, shows.
+    for mark in (secrets.token_hex(16), secrets.token_hex(17)):
+        text = write([*messages[:-1], _with_mark(messages[-1], mark)])
+        before, found, _ = text.rpartition(mark)
+        if not found:
+            raise InvalidRequestError(
+                "the chat template does not write the last message, which is to be continued",
+                param="continue_final_message",
+            )
+        # The template may write the message more than once.
+        texts.add(before.replace(mark, ""))
+    if len(texts) > 1:
+        raise InvalidRequestError(
+            "the chat template changes the last message, which is to be continued",
+            param="continue_final_message",
+        )
+    return texts.pop()
+
+
 def _with_mark(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-    """Return a message with a mark where its content ends, however the template trims that."""
+    """Return a message with a mark where its content ends."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": content + mark}
     *parts, last = content
     return {**message, "content": [*parts, {**last, "text": last["text"] + mark}]}
+
+
+def _within(seconds: float, run: Callable[[], str]) -> str:
+    """Run Python code of this thread, and end it with a TemplateError when its time is over.
+
+    One call into C, such as a product of two long numbers, is not interrupted.
+    """
+    ends_s = time.monotonic() + seconds
+
+    def watch(frame: FrameType, event: str, argument: object) -> Any:
+        if time.monotonic() > ends_s:
+            raise jinja2.TemplateError(f"it ran for more than {seconds:g} s")
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        return run()
+    finally:
+        sys.settrace(before)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

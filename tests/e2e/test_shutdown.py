@@ -109,25 +109,39 @@ async def test_a_second_sigterm_ends_streams_at_once(start: Start) -> None:
 
 
 async def test_streams_that_outlast_the_grace_are_told(start: Start) -> None:
-    server = start("--drain-s", "0.2")
+    """Also where a thread is in a template that does not come to its end."""
+    server = start("--drain-s", "0.2", "--trust-request-chat-template")
     server.wait_ready()
     async with client_of(server) as client:
         stream = Stream(client, 2000)
         await stream.has_begun.wait()
+        loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+        endless = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": loops}
+        rendering = asyncio.create_task(client.post("/v1/chat/completions/render", json=endless))
+        await asyncio.sleep(0.1)
 
         server.process.send_signal(signal.SIGTERM)
 
         assert (await stream.end())[-1]["error"]["code"] == "unavailable"
         assert await asyncio.to_thread(server.wait_exit) == 0
+        await asyncio.gather(rendering, return_exceptions=True)
+    assert server.log.rstrip().endswith("stopped")
 
 
-def test_sigterm_while_loading_ends_the_start(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("signal_number", "code", "line"),
+    [(signal.SIGTERM, 0, "draining"), (signal.SIGINT, 130, "interrupted while")],
+)
+def test_a_signal_while_loading_ends_the_start(
+    start: Start, signal_number: int, code: int, line: str
+) -> None:
     server = start("--compile-cache", "")
     assert server.get("/health").status_code == 503
 
-    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal_number)
 
-    assert server.wait_exit() == 0
+    assert server.wait_exit() == code
+    assert line in server.log
     assert "ready after" not in server.log
     assert "Traceback" not in server.log
 

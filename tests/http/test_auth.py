@@ -82,7 +82,7 @@ async def test_every_route_is_closed_without_a_key(serve: Serve, headers: dict[s
 
 @pytest.mark.parametrize(
     "path",
-    ["//v1/models", "/V1/models", "/v1/models/", "/", "/nowhere", "/health/", "/HEALTH", "//health",
+    ["//v1/models", "/V1/models", "/", "/nowhere", "/health/", "/HEALTH", "//health",
      "/live/x", "/health/../v1/models", "/health?/v1/models"],
 )  # fmt: skip
 async def test_odd_paths_are_closed_as_well(serve: Serve, path: str) -> None:
@@ -246,3 +246,12 @@ async def test_the_document_names_the_key_where_one_is_needed(
 def test_no_keys_and_no_origins_by_default() -> None:
     app = build_app(FakeEngine(), lambda: None, config=HttpConfig(), metrics=Metrics())
     assert len(app.user_middleware) == 1
+
+
+async def test_a_wrong_key_is_told_from_none(serve: Serve) -> None:
+    app = serve(FakeEngine(), HttpConfig(api_keys=("right",)))
+    wrong = await call(app, "GET", "/v1/models", {"authorization": "Bearer wrong"})
+    assert wrong.error["message"] == "The API key is not known."
+    for headers in ({}, {"authorization": "Basic x"}, {"authorization": "Bearer"}):
+        reply = await call(app, "GET", "/v1/models", headers)
+        assert "needs an API key" in reply.error["message"]

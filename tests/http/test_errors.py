@@ -152,8 +152,26 @@ async def test_other_content_types(serve: Serve, content_type: str) -> None:
     assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("content-type", "application/json; charset=latin-1"),
+        ("content-encoding", "gzip"),
+        ("content-encoding", "identity, br"),
+    ],
+)
+async def test_a_body_that_would_have_to_be_decoded(serve: Serve, name: str, value: str) -> None:
+    headers = {"content-type": "application/json", name: value}
+    reply = await open_connection(serve(FakeEngine()), "POST", CHAT, b"{}", headers).finish()
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type")
+    assert reply.error["message"].lower().startswith(name)
+
+
 async def test_charset_is_allowed(serve: Serve) -> None:
-    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    headers = {
+        "content-type": 'Application/JSON; x=1; Charset="UTF-8"',
+        "content-encoding": "Identity",
+    }
     body = b'{"prompt":"a"}'
     reply = await open_connection(serve(FakeEngine()), "POST", COMPLETIONS, body, headers).finish()
     assert reply.status == 200

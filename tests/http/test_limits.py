@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.http import prompts
+from jaxserve.http import aside, prompts
 from jaxserve.http.served_model import ServedModel
 from jaxserve.openai import messages, requests
 from jaxserve.text.tokenizer import Tokenizer
@@ -165,4 +165,4 @@ async def test_few_threads_tokenize_long_texts(serve: Serve) -> None:
     replies = [open_post(app, "/tokenize", {"prompt": text}) for _ in range(9)]
     for reply in replies:
         assert (await reply.finish()).json["count"] == 501
-    assert prompts._limiter.get().total_tokens == 2
+    assert aside.limiter().total_tokens == 2

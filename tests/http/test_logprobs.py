@@ -1,10 +1,12 @@
 """Log-probabilities as each answer writes them; what is likely is `score` of the fake engine."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from jaxserve.errors import EngineError
+from jaxserve.openai.logprobs import LogprobsWriter
 from tests.fake_engine import BOS, EOS, FakeEngine, Script, ids, score
 from tests.http.conftest import Serve
 from tests.http.driver import post
@@ -231,3 +233,59 @@ async def test_a_fault_while_the_prompt_is_scored(serve: Serve, stream: bool) ->
     error = reply.chunks[0]["error"] if stream else reply.error
     assert error["message"] == "lost"
     assert not engine.live
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        (CHAT, {"prompt_logprobs": 1}, "prompt"),
+        (COMPLETIONS, {"prompt_logprobs": 1}, "prompt"),
+        (COMPLETIONS, {"echo": True, "logprobs": 1, "max_tokens": 0}, "completion"),
+    ],
+)
+async def test_what_is_told_of_a_prompt_is_written_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, object], told: str
+) -> None:
+    """Of any length: a long one is written in a worker thread."""
+    written: list[int] = []
+    write = getattr(LogprobsWriter, told)
+
+    def note(self: LogprobsWriter, tokens: Sequence[object], num_top: int) -> object:
+        written.append(len(tokens))
+        return write(self, tokens, num_top)
+
+    monkeypatch.setattr(LogprobsWriter, told, note)
+    for text in ("hi", "a" * 600):
+        prompt: dict[str, object] = {"prompt": text}
+        if path == CHAT:
+            prompt = {"messages": [{"role": "user", "content": text}]}
+        reply = await post(serve(FakeEngine()), path, {**prompt, **fields, "n": 3})
+        assert (reply.status, len(written)) == (200, 1)
+        written.clear()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        # 900 tokens, 21 log-probabilities of each, 56 choices: 1,058,400.
+        (COMPLETIONS, {"prompt_logprobs": 20, "n": 56}, "prompt_logprobs"),
+        (COMPLETIONS, {"prompt_logprobs": 20, "n": 55}, None),
+        (COMPLETIONS, {"logprobs": 20, "echo": True, "n": 56}, "logprobs"),
+        (COMPLETIONS, {"logprobs": 20, "n": 56}, None),
+        # A chat tells its prompt's once.
+        (CHAT, {"prompt_logprobs": 20, "n": 56}, None),
+    ],
+)
+async def test_how_much_is_told_of_prompts_is_bounded(
+    serve: Serve, path: str, fields: dict[str, object], param: str | None
+) -> None:
+    engine = FakeEngine(Script(steps=((EOS,),), scores_per_event=900))
+    prompt: dict[str, object] = {"prompt": [7] * 900}
+    if path == CHAT:
+        prompt = {"messages": [{"role": "user", "content": "a" * 900}]}
+    reply = await post(serve(engine), path, {**prompt, **fields})
+    if param is None:
+        assert reply.status == 200
+    else:
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert "at most 1048576" in reply.error["message"]

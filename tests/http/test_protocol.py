@@ -74,6 +74,8 @@ async def test_an_offer_with_a_chunked_body_is_ignored(peer: Peer) -> None:
         (b"POST / HTTP/9.9\r\n\r\n", 400),
         (HEAD + b"Content-Length: -1\r\n\r\n", 400),
         (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501),
+        (HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", 501),
         (HEAD + b"X: " + b"a" * (70 << 10), 431),
         (b"GET /" + b"a" * (8 << 10), 414),
         (b"GET /" + b"a" * (70 << 10), 414),
@@ -207,3 +209,37 @@ async def test_a_body_that_never_comes_is_told_of_the_servers_end(serve: Serve) 
     assert status == 503
     assert isinstance(answer["error"], dict)
     assert answer["error"]["code"] == "unavailable"
+
+
+@pytest.mark.parametrize(("num_requests", "delay_s"), [(1, 0.0), (3, 0.0), (1, 0.1)])
+async def test_a_client_that_only_has_nothing_more_to_send_is_answered(
+    serve: Serve, num_requests: int, delay_s: float
+) -> None:
+    engine = FakeEngine(Script(steps=(ids("ab"),), delay_s=delay_s))
+    async with running(serve(engine)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(VALID * num_requests)
+        writer.write_eof()
+        raw = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+    assert raw.count(b"HTTP/1.1 200 OK") == raw.count(b'"text":"ab"') == num_requests
+    assert raw.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 " if delay_s else b"HTTP/1.1 200")
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_has_closed_both_sides_has_gone(serve: Serve, stream: bool) -> None:
+    engine = FakeEngine(Script(end=None))
+    async with running(serve(engine)) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        body = b'{"prompt": "hi", "stream": true}' if stream else BODY
+        writer.write(HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        await engine.until_submitted()
+        writer.close()
+        await engine.until_aborted()
+
+
+async def test_half_a_request_has_no_answer(peer: Peer) -> None:
+    await peer.send(VALID[:-3])
+    peer.writer.write_eof()
+    assert await asyncio.wait_for(peer.reader.read(), 5) == b""

@@ -18,7 +18,9 @@ async def test_health_when_ready(serve: Serve) -> None:
     assert (reply.status, reply.json["status"], reply.json["phase"]) == (200, "ok", "ready")
 
 
-@pytest.mark.parametrize("phase", ["loading", "compiling", "draining", "dead"])
+@pytest.mark.parametrize(
+    "phase", ["fetching", "loading", "compiling", "warming", "draining", "dead"]
+)
 async def test_health_tells_the_phase(serve: Serve, phase: str) -> None:
     status = EngineStatus(phase=phase, done=3, total=9, detail="d")  # type: ignore[arg-type]
     app = serve(FakeEngine(status=status))
@@ -91,7 +93,7 @@ async def test_metrics_count_by_route_and_status(serve: Serve) -> None:
     reply = await get(app, "/metrics")
     text = reply.body.decode()
     assert reply.headers["content-type"].startswith("text/plain")
-    assert 'endpoint="/v1/models/{id:path}",status="200"' in text
+    assert 'endpoint="/v1/models/{id}",status="200"' in text
     assert 'endpoint="/v1/completions",status="400"' in text
     assert 'endpoint="unknown",status="404"' in text
     assert "invented" not in text
@@ -126,9 +128,20 @@ async def test_one_line_per_finished_request(
         app = serve(FakeEngine(Script.say("secret answer", cached_tokens=2)))
         await post(app, URL, {"prompt": "secret prompt", "stream": True})
     assert caplog.messages == [
-        "finished: sequences=1 prompt=14 cached=2 output=14"
+        "finished: /v1/completions 200 sequences=1 prompt=14 cached=2 output=14"
         " queue_ms=1.0 ttft_ms=2.0 tpot_ms=0.1 reason=stop"
     ]
+
+
+async def test_the_line_counts_each_prompt_once_as_usage_does(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = serve(FakeEngine(Script.say("a", cached_tokens=1)))
+    with caplog.at_level(logging.INFO, logger="jaxserve"):
+        reply = await post(app, URL, {"prompt": ["xyz", "x"], "n": 3})
+    assert reply.json["usage"]["prompt_tokens"] == 4 + 2
+    assert reply.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    assert "200 sequences=6 prompt=6 cached=2 output=12 " in caplog.text
 
 
 async def test_left_request_is_logged_as_aborted(
@@ -141,6 +154,11 @@ async def test_left_request_is_logged_as_aborted(
         connection.disconnect()
         await connection.finish()
     assert caplog.messages == [
-        "finished: sequences=1 prompt=3 cached=0 output=0"
+        "finished: /v1/completions 499 sequences=1 prompt=3 cached=0 output=0"
         " queue_ms=- ttft_ms=- tpot_ms=- reason=abort"
     ]
+
+
+async def test_the_list_of_models_ends_in_a_slash_or_not(serve: Serve) -> None:
+    replies = [await get(serve(FakeEngine()), path) for path in ("/v1/models", "/v1/models/")]
+    assert [reply.json["object"] for reply in replies] == ["list", "list"]

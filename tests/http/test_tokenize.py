@@ -1,15 +1,20 @@
 """What a text or a conversation is to the model: tokenize, detokenize, render; the version."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 import jaxserve
 from jaxserve.engine.client import EngineStatus
+from jaxserve.http import aside
 from jaxserve.http.config import HttpConfig
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.tokenizer import Tokenizer
 from tests.fake_engine import BOS, EOS, IMAGE, VOCAB_SIZE, FakeEngine, ids
 from tests.http.conftest import Serve
-from tests.http.driver import Connection, get, post
+from tests.http.driver import Connection, get, open_post, post
 
 TRUSTING = HttpConfig(trust_request_chat_template=True)
 RENDER = "/v1/chat/completions/render"
@@ -47,6 +52,21 @@ async def test_a_text(serve: Serve, fields: dict[str, Any], tokens: list[int]) -
 async def test_spellings(serve: Serve) -> None:
     reply = await ask(serve, "/tokenize", prompt="a é", return_token_strs=True)
     assert reply.json["token_strs"] == ["<bos>", "a", "▁", "<0xC3>", "<0xA9>"]
+
+
+async def test_many_spellings_are_told_aside(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+    spell = Tokenizer.id_to_token
+
+    def note(self: Tokenizer, token_id: int) -> str | None:
+        threads.add(threading.current_thread())
+        return spell(self, token_id)
+
+    monkeypatch.setattr(Tokenizer, "id_to_token", note)
+    reply = await ask(serve, "/tokenize", prompt="a" * 3000, return_token_strs=True)
+    assert reply.json["token_strs"] == ["<bos>", *"a" * 3000]
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(
@@ -196,3 +216,37 @@ async def test_they_need_the_model_but_no_engine(serve: Serve) -> None:
 
 async def test_version(serve: Serve) -> None:
     assert (await get(serve(FakeEngine()), "/version")).json == {"version": jaxserve.__version__}
+
+
+async def test_a_template_may_say_anything_when_it_refuses(serve: Serve) -> None:
+    template = r"{{ raise_exception('a\ud800') }}"
+    reply = await ask(serve, RENDER, TRUSTING, messages=TALK, chat_template=template)
+    assert (reply.status, reply.error["param"]) == (400, "chat_template")
+    assert reply.error["message"].endswith("a?")
+
+
+async def test_requests_templates_have_threads_of_their_own(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, release = threading.Semaphore(0), threading.Event()
+    render = ChatTemplate.render
+
+    def held(self: ChatTemplate, messages: Any, **options: Any) -> str:
+        if options["source"] is not None:
+            entered.release()
+            assert release.wait(30)
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", held)
+    app = serve(FakeEngine(), TRUSTING)
+    request = {"messages": TALK, "chat_template": "x"}
+    waiting = [open_post(app, RENDER, request) for _ in range(4)]
+    try:
+        for _ in range(aside.MAX_WORKERS):
+            await asyncio.to_thread(entered.acquire)
+        reply = await post(app, "/tokenize", {"prompt": "x" * 3000})
+        assert reply.json["count"] == 3001
+        assert not any(each.task.done() for each in waiting)
+    finally:
+        release.set()
+    assert [(await each.finish()).json["prompt"] for each in waiting] == ["x"] * 4

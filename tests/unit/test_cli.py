@@ -102,7 +102,7 @@ def test_a_fault_becomes_an_exit_code_and_a_line(
     serve.fault = fault
 
     assert cli.main(["serve"]) == code
-    assert capsys.readouterr().err == (f"jaxserve: {fault}\n" if str(fault) else "")
+    assert capsys.readouterr().err == f"jaxserve: {str(fault) or 'interrupted'}\n"
 
 
 @pytest.mark.parametrize("flags", [["--max-batch", "many"], ["--dtype", "int8"], ["--bake"]])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import ServeConfig, serve_flags
+from jaxserve.config import ServeConfig, serve_flags, size_in_bytes
 from jaxserve.errors import ConfigError
 
 
@@ -49,5 +49,27 @@ def test_a_regular_expression_that_is_none_is_refused() -> None:
         ServeConfig(drop_from_system=("b", "(")).check()
 
 
+@pytest.mark.parametrize("name", ["api_key", "cors_origin", "served_model_name"])
+@pytest.mark.parametrize(("value", "why"), [("", "empty"), (" ", "empty"), ("\udce9", "UTF-8")])
+def test_a_text_that_nobody_could_send_is_refused(name: str, value: str, why: str) -> None:
+    setting: Any = value if name == "served_model_name" else ("fine", value)
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')}.* {why}"):
+        ServeConfig(**{name: setting}).check()
+
+
 def test_every_setting_says_what_it_does() -> None:
     assert all(setting.metadata["help"] for setting in serve_flags())
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1000", 1000), ("2K", 2000), ("1.5MB", 1_500_000), ("2GiB", 2 << 30), ("1 Ti", 1 << 40)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.2.3", "G", "1iB", "1e9", "1 gib"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - argparse words it
+        size_in_bytes(text)

@@ -266,11 +266,13 @@ def test_a_queued_call_keeps_the_pages_that_it_was_given() -> None:
 
 def test_warm_up_runs_every_program_once_on_nothing() -> None:
     recorder = Recorder()
+    told: list[tuple[int, int]] = []
 
-    durations_s = recorder.runner().warm_up()
+    durations_s = recorder.runner().warm_up(lambda done, total: told.append((done, total)))
 
     assert [shape for shape, _ in recorder.calls] == list(durations_s)
     assert set(durations_s) == set(step_programs(PLAN))
+    assert told == [(i, len(durations_s)) for i in range(len(durations_s) + 1)]
     assert [piece[:2].tolist() for piece in recorder.pieces] == [[PLAN.num_slots, 1]]
     for shape, staged in recorder.calls:
         if isinstance(shape, ExtendShape):

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import ConfigError
-from jaxserve.hub.resolve import resolve_model
+from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.hub.resolve import check_folder, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO_FILES = {
@@ -170,3 +170,18 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError, match=r"pip install 'jaxserve\[hf\]'"):
         resolve_model("org/model", cache_dir=tmp_path)
+
+
+def test_a_folder_without_a_model_is_told_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"no config\.json, no tokenizer\.json, no \*\.safe"
+    ) as no:
+        check_folder(str(tmp_path))
+    assert f"--model {tmp_path}: the folder {tmp_path.resolve()}" in str(no.value)
+    for name in ("config.json", "model-1-of-2.safetensors"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelLoadError, match=r"holds no model: it has no tokenizer\.json$"):
+        check_folder(str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    for model in (str(tmp_path), "org/name", "", None):
+        check_folder(model)

@@ -155,3 +155,17 @@ def test_long_values_are_cut_in_messages() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         Integer(0, 1)("x" * 10_000, "f")
     assert len(caught.value.message) < 120
+
+
+@pytest.mark.parametrize(
+    ("neutral", "value", "message"),
+    [
+        (Neutral(([],)), [1], "x is not supported by this server, except as []; it was a list."),
+        (Neutral(("none", "auto")), "q", 'x is not supported by this server, except as "none" or'),
+        (Neutral(), 3, "x is not supported by this server; it was 3."),
+    ],
+)
+def test_what_is_not_supported_is_a_sentence(neutral: Neutral, value: object, message: str) -> None:
+    with pytest.raises(UnsupportedFieldError) as refusal:
+        neutral(value, "x")
+    assert refusal.value.message.startswith(message)

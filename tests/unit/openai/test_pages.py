@@ -352,3 +352,21 @@ def test_whatever_is_read_fits(case: tuple[str, dict[str, Any]]) -> None:
     with contextlib.suppress(InvalidRequestError):
         PARSERS[path](json.dumps(body).encode())
         VALIDATORS[path].validate(body)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "| `truncate_prompt_tokens` | `-1` or integer, 1 to 2147483647 |",
+        "| `stop` | text, 1 to 1024 or list of at most 16 (text, 1 to 1024) |",
+        "| `bad_words` | list of at most 32 (text, 1 to 256) |",
+        "| `cache_salt` | name, 1 to 512 |",
+        "| `logit_bias` | object of at most 1024 (token id: number, -100 to 100) |",
+        "| `allowed_token_ids` | list of 1 to 4096 (integer, 0 to 999999999) |",
+        "| `request_id` | visible ASCII characters, 1 to 128 |",
+        "`role` (`system`, `developer`, `user`",
+        "not add_generation_prompt, continue_final_message, documents, messages, tools, nor a name",
+    ],
+)
+def test_the_page_tells_what_is_enforced(row: str) -> None:
+    assert row in api_page()

@@ -75,6 +75,11 @@ def test_a_refusal_quotes_no_more_than_a_piece_of_the_request() -> None:
     assert len(error_body(error)) < 3000
 
 
+def test_any_message_is_told() -> None:
+    error = json.loads(error_body(InvalidRequestError("a\ud800é", param="b\udfff")))["error"]
+    assert (error["message"], error["param"]) == ("a?é", "b?")
+
+
 def test_error_body() -> None:
     assert json.loads(error_body(ContextLengthError("too long", param="messages"))) == {
         "error": {

@@ -1,12 +1,14 @@
 """Rendering: a checkpoint's own template, in the environment that it was written for."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jaxserve.errors import InvalidRequestError, ModelLoadError
+from jaxserve.text import chat_template
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -151,6 +153,7 @@ def test_unreadable_template_is_refused_at_load(tmp_path: Path) -> None:
         "{{ range(10**9) | list }}",
         "{% if %}",
         "{% endfor %}",
+        "{{ 'a' * 10**15 }}",
     ],
 )
 def test_a_bad_template_of_the_requests_own_is_a_400_that_names_it(source: str) -> None:
@@ -184,3 +187,28 @@ def test_a_final_message_that_is_not_written_is_refused(source: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         template(source).render(USER, continue_final_message=True)
     assert caught.value.param == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].content | upper }} {{ messages[0].content }}",
+        "{{ messages[0].content | length }} {{ messages[0].content }}",
+        "{{ messages[0].content[:20] }} {{ messages[0].content }}",
+        "{{ messages[0].content | upper }}",
+    ],
+)
+def test_a_message_that_the_template_changes_is_not_continued(source: str) -> None:
+    with pytest.raises(InvalidRequestError) as refusal:
+        template(source).render(USER, continue_final_message=True)
+    assert refusal.value.param == "continue_final_message"
+
+
+def test_an_endless_template_comes_to_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "MAX_SOURCE_S", 0.01)
+    tracing = sys.gettrace()
+    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(InvalidRequestError, match=r"more than 0\.01 s") as refusal:
+        template("own").render(USER, source=loops)
+    assert refusal.value.param == "chat_template"
+    assert sys.gettrace() is tracing

@@ -1,0 +1,36 @@
+"""What is refused before any weight is read: the folders here have none."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.errors import ConfigError
+from tests.checkpoints import config_json, write_json_files
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "kv_cache_bytes", "message"),
+    [
+        (4097, None, "--max-model-len 4097 exceeds the model's 4096 positions"),
+        # 4 layers, 32 tokens, 16 channels of keys and 16 of values, 4 bytes each.
+        (
+            None,
+            32767,
+            "--kv-cache-bytes 32767 holds no page.* of both kinds is 16384 bytes, and two",
+        ),
+    ],
+)
+def test_what_no_weights_could_make_fit(
+    tmp_path: Path, max_model_len: int | None, kv_cache_bytes: int | None, message: str
+) -> None:
+    write_json_files(tmp_path, config_json("gemma3"))
+    options = LoadOptions(
+        dtype="float32",
+        max_model_len=max_model_len,
+        max_batch=2,
+        kv_cache_bytes=kv_cache_bytes,
+        tokens_per_resume_point=64,
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, options, lambda phase, done, total: None)
