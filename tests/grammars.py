@@ -51,7 +51,8 @@ def distances(tables: TokenTables) -> NDArray[np.int64]:
 def random_walk(tables: TokenTables, rng: random.Random, *, free_tokens: int) -> list[int]:
     """Return the ids of a text: random ones for a while, then the shortest way to an end."""
     steps = distances(tables)
-    state, ids = START_STATE, []
+    state = START_STATE
+    ids: list[int] = []
     while True:
         allowed = np.flatnonzero(unpacked(tables.masks_DW[tables.mask_id_S[state]], 1 << 20))
         if tables.accepting_S[state] and (len(ids) >= free_tokens or not len(allowed)):

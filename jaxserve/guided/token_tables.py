@@ -143,7 +143,7 @@ class _Maps:
 def _distinct(allowed_SC: NDArray[np.bool_]) -> tuple[list[int], NDArray[np.int32]]:
     """Return the first state of each set of allowed classes, and which set each state has."""
     numbers: dict[bytes, int] = {}
-    firsts = []
+    firsts: list[int] = []
     set_S = np.empty(len(allowed_SC), np.int32)
     for state, row in enumerate(np.packbits(allowed_SC, axis=1)):
         key = row.tobytes()

@@ -132,6 +132,9 @@ def test_each_tool_is_a_document_of_its_own() -> None:
     schema = tools_schema(tools)
 
     assert json.dumps(schema).count("tool:0") == 1
-    for wrong in ({}, [], [3], [{"function": {}}]):
-        with pytest.raises(ValueError, match="tool"):
-            tools_schema(wrong)
+
+
+@pytest.mark.parametrize("tools", [{}, [], [3], [{"function": {}}]], ids=str)
+def test_what_are_no_tools_is_refused(tools: object) -> None:
+    with pytest.raises(ValueError, match="tool"):
+        tools_schema(tools)
