@@ -112,7 +112,7 @@ def make_tools(count: int) -> list[dict[str, Any]]:
     for number in range(count):
         size = rng.randint(9, 16) if number % 10 == 9 else rng.randint(1, 6)
         names = rng.sample(list(PARAMETERS), size)
-        parameters: dict[str, object] = {
+        parameters: dict[str, Any] = {
             "type": "object",
             "properties": {name: PARAMETERS[name] for name in names},
             "required": [name for name in names if rng.random() < 0.5],

@@ -66,14 +66,14 @@ def _outside(length: Length, within: Callable[[Length], "Formula"]) -> "Formula"
 
 
 @dataclass(frozen=True, slots=True)
-class BooleanIn:
+class AmongBooleans:
     """A boolean is one of some."""
 
     values: frozenset[bool]
 
     def contrary(self) -> "Formula":
         """Return the condition that holds where this one does not."""
-        return BooleanIn(frozenset((True, False)) - self.values)
+        return AmongBooleans(frozenset((True, False)) - self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +88,25 @@ class IsInteger:
 
 
 @dataclass(frozen=True, slots=True)
-class AtLeast:
+class Minimum:
     """A number is at or above a bound."""
 
     bound: Bound
 
     def contrary(self) -> "Formula":
         """Return the condition that holds where this one does not."""
-        return AtMost(Bound(self.bound.value, not self.bound.inclusive))
+        return Maximum(Bound(self.bound.value, not self.bound.inclusive))
 
 
 @dataclass(frozen=True, slots=True)
-class AtMost:
+class Maximum:
     """A number is at or below a bound."""
 
     bound: Bound
 
     def contrary(self) -> "Formula":
         """Return the condition that holds where this one does not."""
-        return AtLeast(Bound(self.bound.value, not self.bound.inclusive))
+        return Minimum(Bound(self.bound.value, not self.bound.inclusive))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class MultipleOf:
 
 
 @dataclass(frozen=True, slots=True)
-class NumberIn:
+class AmongNumbers:
     """A number is one of some, or is none of them."""
 
     values: frozenset[Decimal]
@@ -130,11 +130,11 @@ class NumberIn:
 
     def contrary(self) -> "Formula":
         """Return the condition that holds where this one does not."""
-        return NumberIn(self.values, not self.positive)
+        return AmongNumbers(self.values, not self.positive)
 
 
 @dataclass(frozen=True, slots=True)
-class StringIn:
+class AmongStrings:
     """A string is one of some, or is none of them."""
 
     values: frozenset[str]
@@ -142,7 +142,7 @@ class StringIn:
 
     def contrary(self) -> "Formula":
         """Return the condition that holds where this one does not."""
-        return StringIn(self.values, not self.positive)
+        return AmongStrings(self.values, not self.positive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +349,8 @@ class Declares:
         return FALSE
 
 
-NumberAtom = IsInteger | AtLeast | AtMost | MultipleOf | NumberIn
-StringAtom = StringIn | Matches | HasFormat | Counts
+NumberAtom = IsInteger | Minimum | Maximum | MultipleOf | AmongNumbers
+StringAtom = AmongStrings | Matches | HasFormat | Counts
 ArrayAtom = Counts | Item | Items | Contains | Unique
 ObjectAtom = (
     Counts
@@ -364,7 +364,7 @@ ObjectAtom = (
     | Unevaluated
     | Declares
 )
-Atom = BooleanIn | NumberAtom | StringAtom | ArrayAtom | ObjectAtom
+Atom = AmongBooleans | NumberAtom | StringAtom | ArrayAtom | ObjectAtom
 Formula = And | Or | Literal | Atom
 
 

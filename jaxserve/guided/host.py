@@ -4,7 +4,6 @@ llguidance is an optional dependency (extra `guided`): without it such grammars 
 tokenizer serves all matchers; a matcher belongs to one sequence and one thread.
 """
 
-import importlib
 from types import ModuleType
 from typing import Any
 
@@ -16,19 +15,20 @@ from jaxserve.guided.tables import HostGrammar
 from jaxserve.guided.vocabulary import GrammarVocabulary
 
 
-def llguidance() -> ModuleType:
-    """Return the library.
+def library() -> ModuleType:
+    """Return llguidance.
 
     Raises:
         SchemaError: it is not installed.
     """
     try:
-        return importlib.import_module("llguidance")
+        import llguidance
     except ImportError as error:
         raise SchemaError(
             "this grammar needs the package llguidance, which is not installed (extra `guided`)",
             code="unsupported_schema",
         ) from error
+    return llguidance
 
 
 def check_grammar(grammar: HostGrammar) -> None:
@@ -37,7 +37,7 @@ def check_grammar(grammar: HostGrammar) -> None:
     Raises:
         SchemaError: the library cannot read it, or is not installed.
     """
-    message = str(llguidance().LLMatcher.validate_grammar(grammar.text)).strip()
+    message = str(library().LLMatcher.validate_grammar(grammar.text)).strip()
     if message and not message.startswith("WARNING"):
         raise _unreadable(message)
 
@@ -102,10 +102,10 @@ class HostTokenizer:
     """The vocabulary as matchers know it; takes a second and 140 MB to make at 262,144 tokens."""
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        library = llguidance()
+        made_by = library()
         wrapped = _Wrapped(vocabulary)
-        self.tokenizer: Any = library.LLTokenizer(
-            library.TokenizerWrapper(wrapped), slices=library.LLTokenizer.json_slices()
+        self.tokenizer: Any = made_by.LLTokenizer(
+            made_by.TokenizerWrapper(wrapped), slices=made_by.LLTokenizer.json_slices()
         )
         text_V = np.ones(-(-vocabulary.size // 32) * 32, np.bool_)
         text_V[wrapped.special_token_ids] = False
@@ -123,7 +123,7 @@ class HostMatcher:
             SchemaError: the library cannot read the grammar.
         """
         self._tokenizer = tokenizer
-        self._matcher: Any = llguidance().LLMatcher(tokenizer.tokenizer, grammar.text, log_level=0)
+        self._matcher: Any = library().LLMatcher(tokenizer.tokenizer, grammar.text, log_level=0)
         if self._matcher.is_error():
             raise _unreadable(str(self._matcher.get_error()).strip())
 

@@ -154,11 +154,11 @@ def _one_of_values(place: _Place, values: list[tuple[tuple[str | int, ...], Any]
     if place.kind == "null":
         return TRUE if own else FALSE
     if place.kind == "boolean":
-        return c.BooleanIn(frozenset(value for _, value in own))
+        return c.AmongBooleans(frozenset(value for _, value in own))
     if place.kind == "number":
-        return c.NumberIn(frozenset(Decimal(value) for _, value in own))
+        return c.AmongNumbers(frozenset(Decimal(value) for _, value in own))
     if place.kind == "string":
-        return c.StringIn(frozenset(value for _, value in own if not has_lone_surrogate(value)))
+        return c.AmongStrings(frozenset(value for _, value in own if not has_lone_surrogate(value)))
     return Or(tuple(_structure(place, steps, value) for steps, value in own))
 
 
@@ -220,7 +220,7 @@ def _if(place: _Place, keyword: str, value: Any) -> Formula:
 
 def _bound(place: _Place, keyword: str, value: Any) -> Formula:
     bound = Bound(place.number(keyword, value), inclusive="exclusive" not in keyword)
-    return c.AtLeast(bound) if keyword.lower().endswith("minimum") else c.AtMost(bound)
+    return c.Minimum(bound) if keyword.lower().endswith("minimum") else c.Maximum(bound)
 
 
 def _multiple_of(place: _Place, keyword: str, value: Any) -> Formula:

@@ -66,7 +66,7 @@ def merge_scalar(kind: TypeName, atoms: list[Atom]) -> Shape | None:
     if kind == "boolean":
         values = frozenset((True, False))
         for atom in atoms:
-            if isinstance(atom, c.BooleanIn):
+            if isinstance(atom, c.AmongBooleans):
                 values &= atom.values
         texts = frozenset(b"true" if value else b"false" for value in values)
         return Fixed(texts) if texts else None
@@ -77,7 +77,7 @@ def _merge_number(atoms: list[Atom]) -> Shape | None:
     wanted = ANY_NUMBER
     choices = None
     for atom in atoms:
-        if isinstance(atom, c.NumberIn) and atom.positive:
+        if isinstance(atom, c.AmongNumbers) and atom.positive:
             choices = atom.values if choices is None else choices & atom.values
         else:
             narrowed = _narrow(wanted, atom)
@@ -97,14 +97,14 @@ def _narrow(wanted: NumberRange, atom: Atom) -> NumberRange | None:
         if wanted.integer not in (None, atom.positive):
             return None
         return replace(wanted, integer=atom.positive)
-    if isinstance(atom, c.AtLeast):
+    if isinstance(atom, c.Minimum):
         return wanted.at_least(atom.bound)
-    if isinstance(atom, c.AtMost):
+    if isinstance(atom, c.Maximum):
         return wanted.at_most(atom.bound)
     if isinstance(atom, c.MultipleOf):
         field = "multiples" if atom.positive else "not_multiples"
         return replace(wanted, **{field: getattr(wanted, field) | {atom.factor}})
-    if isinstance(atom, c.NumberIn):
+    if isinstance(atom, c.AmongNumbers):
         return replace(wanted, excluded=wanted.excluded | atom.values)
     return wanted
 
@@ -115,7 +115,7 @@ def _merge_string(atoms: list[Atom]) -> Shape | None:
     length = ANY_LENGTH
     asked: list[c.Matches | c.HasFormat] = []
     for atom in atoms:
-        if isinstance(atom, c.StringIn):
+        if isinstance(atom, c.AmongStrings):
             if not atom.positive:
                 without |= atom.values
             else:

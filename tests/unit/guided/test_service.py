@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -133,7 +132,9 @@ def test_each_tool_is_a_document_of_its_own() -> None:
     schema = tools_schema(tools)
 
     assert json.dumps(schema).count("tool:0") == 1
-    wrongs: list[Any] = [{}, [], [3], [{"function": {}}]]
-    for wrong in wrongs:
-        with pytest.raises(ValueError, match="tool"):
-            tools_schema(wrong)
+
+
+@pytest.mark.parametrize("tools", [{}, [], [3], [{"function": {}}]], ids=str)
+def test_what_are_no_tools_is_refused(tools: object) -> None:
+    with pytest.raises(ValueError, match="tool"):
+        tools_schema(tools)
