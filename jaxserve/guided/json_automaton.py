@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jaxserve.guided.automaton import Dfa, Nfa
+from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.cases import Cases
+from jaxserve.guided.composing import Nfa
 from jaxserve.guided.conditions import Literal, refusal
 from jaxserve.guided.json_text import scalar_text
 from jaxserve.guided.numbers import ANY_NUMBER, numbers
