@@ -13,7 +13,8 @@ from jaxserve.guided import conditions as c
 from jaxserve.guided.conditions import And, Atom, Formula, Literal, Or, TypeName
 from jaxserve.guided.document import Document
 from jaxserve.guided.keywords import asserts_nothing, schema_formula
-from jaxserve.guided.merging import merge_array, merge_object, merge_scalar, options_of
+from jaxserve.guided.merging import merge_array, merge_scalar
+from jaxserve.guided.properties import merge_object, options_of
 from jaxserve.guided.shapes import Key, Shape
 
 MAX_CASES = 2_000

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 from jaxserve.errors import SchemaError
 from jaxserve.guided import regex
-from jaxserve.guided.automaton import AutomatonTooLargeError, Dfa, literals
+from jaxserve.guided.automaton import AutomatonTooLargeError, Dfa
 from jaxserve.guided.cases import Cases
+from jaxserve.guided.composing import literals
 from jaxserve.guided.conditions import Literal
 from jaxserve.guided.document import MAX_ENUM_VALUES, MAX_SCHEMA_BYTES, Document
 from jaxserve.guided.endings import nothing_fits

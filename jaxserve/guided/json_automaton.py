@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from jaxserve.guided.automaton import Dfa, Nfa
+from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.cases import Cases
+from jaxserve.guided.composing import Nfa
 from jaxserve.guided.conditions import Literal, refusal
 from jaxserve.guided.json_text import scalar_text
 from jaxserve.guided.numbers import ANY_NUMBER, numbers
@@ -24,8 +25,6 @@ FREE_DEPTH = 5
 MAX_NODES = 400_000
 MAX_UNIQUE_VALUES = 8
 """Different values of a list with uniqueItems: each set of used ones is a state."""
-
-_quoted = lru_cache(maxsize=256)(quoted)
 
 
 class NeedsStackError(Exception):
@@ -138,7 +137,7 @@ class JsonAutomata:
         elif isinstance(shape, Number):
             nfa.embed(ends.source, numbers(shape.wanted), ends.end)
         elif isinstance(shape, Text):
-            nfa.embed(ends.source, _quoted(shape.texts.content, shape.texts.length), ends.end)
+            nfa.embed(ends.source, quoted(shape.texts.content, shape.texts.length), ends.end)
         elif isinstance(shape, Array):
             _ArrayWriter(self, self._cases, nfa, shape, self._compact).run(ends)
         else:
@@ -205,7 +204,7 @@ class _ObjectWriter:
             node = self._extras[after] = self._nfa.node()
             for extra in self._shape.extras:
                 value, colon = self._nfa.node(), self._nfa.node()
-                name = _quoted(extra.names.content, extra.names.length)
+                name = quoted(extra.names.content, extra.names.length)
                 self._nfa.embed(node, name, colon)
                 _separator(self._nfa, colon, b":", value, self._compact)
                 self._nfa.embed(value, self._automata.value(extra.value), self._after(after))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from jaxserve.guided.automaton import Dfa
+from jaxserve.guided.automaton import AutomatonTooLargeError, Dfa
 from jaxserve.guided.conditions import HasFormat, Literal, Matches
 from jaxserve.guided.numbers import NumberRange
-from jaxserve.guided.strings import ANY_LENGTH, Length
+from jaxserve.guided.strings import ANY_LENGTH, Length, quoted
 
 Key: TypeAlias = frozenset[Literal]
 """Schemas that one value fits, all of them; empty: any value."""
@@ -30,8 +30,13 @@ class Texts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no string is left; False does not promise that one is."""
-        return self.length.is_empty or self.content.is_empty
+        """Whether no string is left; too long ones to count are taken to be there."""
+        if self.length.is_empty or self.content.is_empty:
+            return True
+        try:
+            return quoted(self.content, self.length).is_empty
+        except AutomatonTooLargeError:
+            return False
 
     def __contains__(self, text: str) -> bool:
         return len(text) in self.length and self.content.accepts(text.encode())

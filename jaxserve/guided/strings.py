@@ -61,6 +61,7 @@ class Length:
 ANY_LENGTH = Length()
 
 
+@lru_cache(maxsize=256)
 def quoted(content: Dfa, length: Length = ANY_LENGTH) -> Dfa:
     """Return the JSON strings, quotes included, whose content is in a language over UTF-8.
 
@@ -89,7 +90,6 @@ def quoted(content: Dfa, length: Length = ANY_LENGTH) -> Dfa:
     return minimize(whole) if length == ANY_LENGTH else whole
 
 
-@lru_cache(maxsize=64)
 def any_string(length: Length = ANY_LENGTH) -> Dfa:
     """Return all JSON strings of a length."""
     return quoted(regex.any_text(), length)

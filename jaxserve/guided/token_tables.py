@@ -15,7 +15,7 @@ from jaxserve.guided.vocabulary import GrammarVocabulary
 
 MAX_STATES = 32_767
 MAX_CLASSES = 65_535
-MAX_MAP_BYTES = 512 << 20
+MAX_MAP_BYTES = 256 << 20
 _BLOCK_TOKENS = 8_192
 """What is worked on at a time: it should stay in the processor's cache."""
 

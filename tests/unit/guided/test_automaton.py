@@ -7,15 +7,14 @@ import pytest
 from jaxserve.guided.automaton import (
     AutomatonTooLargeError,
     Dfa,
-    Nfa,
     difference,
     explore,
     intersection,
-    literals,
     minimize,
     nothing,
     product,
 )
+from jaxserve.guided.composing import Nfa, literals
 
 WORDS = [b"".join(word) for n in range(5) for word in itertools.product([b"a", b"b"], repeat=n)]
 

@@ -7,8 +7,9 @@ import pytest
 
 from jaxserve.errors import SchemaError
 from jaxserve.guided import regex
-from jaxserve.guided.automaton import Dfa, literals
+from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.compiling import compile_grammar
+from jaxserve.guided.composing import literals
 from jaxserve.guided.forced import forced_tokens
 from jaxserve.guided.json_automaton import any_value
 from jaxserve.guided.tables import GrammarSpec, TokenTables
