@@ -82,7 +82,6 @@ class Endpoints:
             Route("/v1/cache/flush", self.flush_cache, methods=["POST"]),
             Route("/v1/grammar/check", self.check_grammar, methods=["POST"]),
             Route("/v1/models", self.list_models, methods=["GET"]),
-            Route("/v1/models/", self.list_models, methods=["GET"]),
             Route("/v1/models/{id:path}", self.get_model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/live", self.live, methods=["GET"]),
@@ -226,7 +225,9 @@ class Endpoints:
         return _json({"object": "list", "data": [_describe(model)]})
 
     async def get_model(self, http: HttpRequest) -> Response:
-        """Describe the one model."""
+        """Describe the one model; without a name, list it."""
+        if not http.path_params["id"]:
+            return await self.list_models(http)
         model = self._loaded_model()
         _check_model_name(http.path_params["id"], model)
         return _json(_describe(model))

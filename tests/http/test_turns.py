@@ -25,7 +25,8 @@ END = 106
 HI = {"role": "user", "content": "hi"}
 NEXT = {"role": "user", "content": "and then?"}
 # Tokens of several characters in pieces of fewer, so that no usual tokenization gives them.
-WORDS = [i for i, piece in TOKENIZER.pieces.items() if isinstance(piece, str)]
+# In order: a vocabulary comes in a different one in every process.
+WORDS = sorted(i for i, piece in TOKENIZER.pieces.items() if isinstance(piece, str))
 PLAIN = [i for i in WORDS if i not in TOKENIZER.special_ids and str(TOKENIZER.pieces[i]).isalpha()]
 BLANKS: list[str | int] = [i for i in WORDS if str(TOKENIZER.pieces[i]).isspace()]
 BYTE = {piece: i for i, piece in TOKENIZER.pieces.items() if isinstance(piece, int)}

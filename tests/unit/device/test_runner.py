@@ -77,6 +77,7 @@ class Recorder:
     def runner(self) -> ModelRunner:
         programs: dict[Program, Any] = {s: self._program(s) for s in step_programs(PLAN)}
         programs["write_table"] = self._write_table
+        programs["write_arena"] = lambda state, piece: state
         programs["copy_pages"] = self._copy_pages
         return ModelRunner(NO_WEIGHTS, CONFIG, PLAN, programs)
 
