@@ -73,7 +73,7 @@ def bench_step(arguments: argparse.Namespace) -> None:
     grammar = Grammar(start=lambda: TablesGuide(tables), image=image)
     guidance = Guidance(grammar=grammar, end_ids=frozenset({1}))
     for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
-        _run_rows(loaded, temperature, None, 8)
+        _run_rows(loaded, temperature, guidance, 16)  # writes the grammar, too
         rounds = [
             [_run_rows(loaded, temperature, each, arguments.steps) for each in (None, guidance)]
             for _ in range(arguments.repeats)

@@ -243,9 +243,9 @@ class Arena:
 
         Only `live_slots` still use what was placed for them: nobody has to tell when a slot ends.
         """
+        self.leave(slot)
         for resident in self._residents.values():
             resident.slots.intersection_update(live_slots)
-            resident.slots.discard(slot)
         num_rows: dict[Key, int] = {image.key: len(image.rows_NR) + 1, end_ids: 1}
         wanted = num_rows.keys()
         num_pinned = sum(
@@ -271,6 +271,11 @@ class Arena:
             self._residents[key].slots.add(slot)
         header, ends = (self._residents[key].rows[0] for key in num_rows)
         return Place(header, ends, writes)
+
+    def leave(self, slot: int) -> None:
+        """Note that a slot uses nothing: it is another sequence's now."""
+        for resident in self._residents.values():
+            resident.slots.discard(slot)
 
     def _evict(self, num_missing: int, wanted: Collection[Key]) -> None:
         for key in list(self._residents):

@@ -243,6 +243,7 @@ class ModelRunner:
     ) -> None:
         """Give the slot to a sequence: its sampling, the ids so far, empty page tables."""
         self._host_rows.open(slot, sampling, len(prompt_ids))
+        self._arena.leave(slot)
         for piece in table_pieces(slot, sampling, prompt_ids, output_ids):
             self._write_table(piece)
 

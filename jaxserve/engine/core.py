@@ -177,6 +177,7 @@ class EngineCore:
             self._runner.open_slot(
                 request.slot, request.sampling, request.prompt_ids, request.output_ids
             )
+        for request in batch.admitted:  # none of their slots has an old grammar any more
             self._open_grammar(request)
         masks = host_masks((*batch.prefilled, *batch.decoded))
         if masks:
