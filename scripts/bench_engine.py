@@ -185,7 +185,12 @@ def running_engine(
 ) -> Iterator[tuple[Generate, EngineCore]]:
     """Run the engine on a thread, with the server's own defaults."""
     options = LoadOptions(
-        dtype=dtype, max_model_len=None, max_batch=max_batch, kv_cache_bytes=kv_cache_bytes
+        dtype=dtype,
+        weights="auto",
+        ple_dtype="auto",
+        max_model_len=None,
+        max_batch=max_batch,
+        kv_cache_bytes=kv_cache_bytes,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)
     scheduler = make_scheduler(

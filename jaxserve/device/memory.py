@@ -17,6 +17,7 @@ class MemoryBudget:
 
     Attributes:
         limit_bytes: what may be used in all (on a CPU the machine's memory); None: unknown.
+        int4_bytes: of the weights, those of int4 leaves.
         state_bytes: what the slots keep between steps, mostly penalties and biases by token.
         temp_bytes: most that one program needs while it runs.
         kv_bytes: what the page pool may take.
@@ -24,6 +25,7 @@ class MemoryBudget:
 
     limit_bytes: int | None
     weight_bytes: int
+    int4_bytes: int
     state_bytes: int
     temp_bytes: int
     kv_bytes: int
@@ -44,7 +46,7 @@ class MemoryBudget:
         full = (self.num_pages - 1) // pages_for(max_model_len) if self.num_pages > 1 else 0
         rows = [
             ("device limit", "none set" if self.limit_bytes is None else _gib(self.limit_bytes)),
-            ("weights", _gib(self.weight_bytes)),
+            ("weights", f"{_gib(self.weight_bytes)}, of them int4 {_gib(self.int4_bytes)}"),
             ("slots", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             ("KV pages", f"{_gib(self.kv_bytes)} = {self.num_pages} pages of {PAGE_SIZE} tokens"),

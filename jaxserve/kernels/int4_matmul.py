@@ -125,7 +125,7 @@ def int4_matmul_kernel(
     x_NI = jnp.pad(x_NI.astype(jnp.bfloat16), ((0, pad_rows), (0, inputs - num_inputs)))
     tile_I = largest_tile(inputs, MAX_INPUTS)
     tile_O = largest_tile(lanes, MAX_WEIGHTS[rows <= FEW_ROWS] // tile_I)
-    y_NO = pl.pallas_call(
+    y_NO: jax.Array = pl.pallas_call(
         _kernel,
         grid=(num_row_tiles, lanes // tile_O, inputs // tile_I),
         in_specs=[

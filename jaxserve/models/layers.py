@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.kernels.int4_matmul import Int4Matrix, int4_matmul
 from jaxserve.models.config import RopeConfig
+from jaxserve.models.params import Matrix
 
 ROW_MULTIPLE = 8
 """Rows of a product are padded to a multiple of this.
@@ -22,8 +24,10 @@ LEFT_WEIGHT_MAX_ROWS = 32
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
+def linear(w_OI: Matrix, x_NI: jax.Array) -> jax.Array:
     """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how full a decode batch is."""
+    if isinstance(w_OI, Int4Matrix):
+        return int4_matmul(w_OI, x_NI)
     if x_NI.shape[0] <= LEFT_WEIGHT_MAX_ROWS:
         y_ON = linear_transposed(w_OI, x_NI)
         # XLA would turn a transposed product into one with the weight on the right.

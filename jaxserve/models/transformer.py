@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxserve.models.attention import PagedRows, attend, write_pages
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
+from jaxserve.models.int4_table import take_rows
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import (
     apply_rope,
@@ -59,7 +60,7 @@ def per_layer_inputs(
         return None
     shape = (ids_N.shape[0], config.num_layers, config.ple_dim)
     row_N = jnp.where(ids_N < config.ple_vocab_size, ids_N, 0)
-    token = params.ple_embed[row_N].astype(jnp.float32).reshape(shape) * config.ple_dim**0.5
+    token = take_rows(params.ple_embed, row_N).reshape(shape) * config.ple_dim**0.5
     context = linear(params.ple_model_proj, x_ND) * config.model_dim**-0.5
     context = norm(context.reshape(shape), params.ple_norm_P, config.norm_eps)
     inputs_NLW: jax.Array = (context + token) * 2**-0.5
