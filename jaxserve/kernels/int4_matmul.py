@@ -138,6 +138,14 @@ def int4_matmul_kernel(
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary")
         ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * num_row_tiles * inputs * lanes,
+            # With all inputs in one tile the rows' block stays while the outputs change.
+            bytes_accessed=x_NI.nbytes * (1 if tile_I == inputs else lanes // tile_O)
+            + (weight.words_WO.nbytes + weight.steps_GO.nbytes) * num_row_tiles
+            + rows * num_row_tiles * lanes * 4,
+            transcendentals=0,
+        ),
         interpret=pltpu.InterpretParams() if interpret else False,
         name="int4_matmul",
     )(x_NI, weight.words_WO, weight.steps_GO)

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Estimate Pallas kernels, which carry no cycles in the compiler's HLO, from their instructions.
+
+Run by scripts/tpu_report.py in a process of its own, for libtpu reads its flags once: it compiles
+each kernel alone, has libtpu write its final instruction bundles, and multiplies those of the
+grid's loop by the grid. A bundle is a cycle, unless it waits: a lower bound of the computing. The kernel takes that or its bytes' time, whichever is longer, and before it the transfer
+of the first step's blocks, which nothing hides.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve.kernels.int4_matmul import Int4Matrix, int4_matmul_kernel
+from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
+
+QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+Shapes = tuple[tuple[int, ...], ...]
+Lower = Callable[[Shapes, SingleDeviceSharding], jax.stages.Lowered]
+
+
+def lower_int4_matmul(shapes: Shapes, chip: SingleDeviceSharding) -> jax.stages.Lowered:
+    """Lower the int4 product for operands of these shapes: rows, words, steps."""
+    (num_rows, num_inputs), (num_words, num_outputs), steps = shapes
+
+    def array(shape: tuple[int, ...], dtype: object) -> Any:  # stands for an array
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=chip)
+
+    weight = Int4Matrix(
+        words_WO=array((num_words, num_outputs), jnp.int32),
+        steps_GO=array(steps, jnp.bfloat16),
+        shape=(num_outputs, num_inputs),
+    )
+    x_NI = array((num_rows, num_inputs), jnp.bfloat16)
+    traced = int4_matmul_kernel.trace(weight, x_NI)
+    lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
+    return lowered
+
+
+LOWER: dict[str, Lower] = {"int4_matmul": lower_int4_matmul}
+
+
+def read_bundles(text: str) -> tuple[int, int]:
+    """Return the steps of a kernel's grid and the bundles of each, of final bundles as dumped."""
+    depths = re.findall(r"^ *0x[0-9a-f]+ *(?:[A-Z]+)? *: *(>*) *\{", text, re.MULTILINE)
+    grid = re.search(r"^iteration_bounds: \(([\d, ]+)\)", text, re.MULTILINE)
+    if ">>" in depths:
+        raise ValueError("the kernel has a loop within its grid, whose trips are not told")
+    if ">" not in depths:  # a grid of one step is no loop
+        return 1, len(depths)
+    if grid is None:
+        raise ValueError("the kernel has a loop, but tells no grid")
+    return math.prod(int(bound) for bound in grid[1].split(",")), depths.count(">")
+
+
+def estimate_ms(kernel: Kernel, num_steps: int, bundles: int) -> float:
+    """Return the kernel's time from its grid, the bundles of a step and the bytes it moves."""
+    compute_s = num_steps * bundles / CLOCK_HZ
+    move_s = kernel.num_bytes / HBM_BYTES_PER_S
+    return (max(compute_s, move_s) + move_s / num_steps) * 1e3
+
+
+def estimate(kernels: Iterable[Kernel]) -> dict[Kernel, float]:
+    """Estimate distinct kernels, ms each, in a process of its own."""
+    todo = sorted(set(kernels))
+    if not todo:
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        done = subprocess.run(
+            [sys.executable, __file__, folder],
+            input=json.dumps(todo),
+            env={**os.environ, **QUIET, "LIBTPU_INIT_ARGS": dump},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
+    grids = json.loads(done.stdout.splitlines()[-1])
+    return {kernel: estimate_ms(kernel, *grid) for kernel, grid in zip(todo, grids, strict=True)}
+
+
+def main() -> None:
+    """Read kernels as JSON; write each one's grid steps and bundles a step."""
+    from jax.experimental import topologies
+
+    folder = Path(sys.argv[1])
+    topology = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=(1, 1, 1))
+    chip = SingleDeviceSharding(topology.devices[0])
+    grids = []
+    for name, shapes, _ in json.load(sys.stdin):
+        LOWER[name](tuple(tuple(shape) for shape in shapes), chip).compile()
+        (dumped,) = (
+            path
+            for path in folder.glob(f"*-{name}*final_bundles.txt")
+            if "schedule-analysis" not in path.name
+        )
+        grids.append(read_bundles(dumped.read_text()))
+        for path in folder.iterdir():
+            path.unlink()
+    print(json.dumps(grids))
+
+
+if __name__ == "__main__":
+    main()
