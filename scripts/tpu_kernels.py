@@ -3,8 +3,9 @@
 
 Run by scripts/tpu_report.py in a process of its own, for libtpu reads its flags once: it compiles
 each kernel alone, has libtpu write its final instruction bundles, and multiplies those of the
-grid's loop by the grid. A bundle is a cycle, unless it waits: a lower bound of the computing. The kernel takes that or its bytes' time, whichever is longer, and before it the transfer
-of the first step's blocks, which nothing hides.
+grid's loop by the grid. A bundle is a cycle, unless it waits: a lower bound of the computing. The
+kernel takes that or its bytes' time, whichever is longer, and before it the transfer of the first
+step's blocks, which nothing hides.
 """
 
 import json

@@ -16,6 +16,9 @@ from jaxserve.kernels.int4_matmul import GROUP
 
 PER_WORD = 8
 
+LANES = 128
+"""Rows of other sizes a TPU stores in another order, and copies the whole table at each gather."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +30,9 @@ class Int4Table:
 
 
 def row_size(num_columns: int) -> int:
-    """Return the words of a row; columns are a multiple of GROUP."""
-    return num_columns // PER_WORD + _num_step_words(num_columns)
+    """Return the words of a row, whole LANES of them; columns are a multiple of GROUP."""
+    num_words = num_columns // PER_WORD + _num_step_words(num_columns)
+    return -(-num_words // LANES) * LANES
 
 
 def _num_step_words(num_columns: int) -> int:
@@ -46,7 +50,8 @@ def pack_rows(levels_NC: jax.Array, steps_NG: jax.Array) -> jax.Array:
     steps = jnp.pad(steps_NG, ((0, 0), (0, 2 * num_words - steps_NG.shape[1])))
     halves = lax.bitcast_convert_type(steps, jnp.uint16).astype(jnp.int32)
     halves = halves.reshape(num_rows, 2, num_words)
-    return jnp.concatenate([words, halves[:, 0] | (halves[:, 1] << 16)], axis=1)
+    row = jnp.concatenate([words, halves[:, 0] | (halves[:, 1] << 16)], axis=1)
+    return jnp.pad(row, ((0, 0), (0, row_size(num_columns) - row.shape[1])))
 
 
 def take_rows(table: jax.Array | Int4Table, index_N: jax.Array) -> jax.Array:
@@ -55,7 +60,10 @@ def take_rows(table: jax.Array | Int4Table, index_N: jax.Array) -> jax.Array:
         return table[index_N].astype(jnp.float32)
     num_columns = table.num_columns
     rows_NW = table.rows_VW[index_N]
-    words, pairs = jnp.split(rows_NW, [num_columns // PER_WORD], axis=1)
+    num_words = num_columns // PER_WORD
+    words, pairs, _ = jnp.split(
+        rows_NW, [num_words, num_words + _num_step_words(num_columns)], axis=1
+    )
     shift = 4 * jnp.arange(PER_WORD)[:, None]
     levels = ((words[:, None] >> shift) & 15) - 8
     # A bfloat16 is the upper half of a float32.
