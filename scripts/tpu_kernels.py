@@ -15,7 +15,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +24,45 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxserve.kernels.int4_matmul import Int4Matrix, int4_matmul_kernel
+from jaxserve.kernels import int4_kernels
+from jaxserve.kernels.int4_matrix import Int4Matrix
 from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
 
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
 Shapes = tuple[tuple[int, ...], ...]
-Lower = Callable[[Shapes, SingleDeviceSharding], jax.stages.Lowered]
+EPS = 1e-6
 
 
-def lower_int4_matmul(shapes: Shapes, chip: SingleDeviceSharding) -> jax.stages.Lowered:
-    """Lower the int4 product for operands of these shapes: rows, words, steps."""
-    (num_rows, num_inputs), (num_words, num_outputs), steps = shapes
+def lower_int4(name: str, shapes: Shapes, chip: SingleDeviceSharding) -> jax.stages.Lowered:
+    """Lower a product with int4 weights for operands of these shapes, as the kernel takes them."""
 
     def array(shape: tuple[int, ...], dtype: object) -> Any:  # stands for an array
         return jax.ShapeDtypeStruct(shape, dtype, sharding=chip)
 
+    words, steps = (shapes[2], shapes[3]) if name in NORMED else (shapes[1], shapes[2])
     weight = Int4Matrix(
-        words_WO=array((num_words, num_outputs), jnp.int32),
+        words_WO=array(words, jnp.int32),
         steps_GO=array(steps, jnp.bfloat16),
-        shape=(num_outputs, num_inputs),
+        shape=(words[1], words[0] * 8),
     )
-    x_NI = array((num_rows, num_inputs), jnp.bfloat16)
-    traced = int4_matmul_kernel.trace(weight, x_NI)
+    kernel: Any = int4_kernels.matmul_kernel
+    operands = [array(shapes[0], jnp.bfloat16)]
+    if name in NORMED:
+        kernel = partial(NORMED[name], eps=EPS)
+        operands = [array(shapes[0], jnp.float32), array(shapes[1][1:], jnp.float32)]
+    elif name == "int4_added_matmul":
+        kernel = partial(int4_kernels.added_kernel, eps=EPS)
+        operands += [array(shapes[3], jnp.float32), array(shapes[4][1:], jnp.float32)]
+    traced = jax.jit(kernel).trace(weight, *operands)
     lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
     return lowered
 
 
-LOWER: dict[str, Lower] = {"int4_matmul": lower_int4_matmul}
+NORMED = {
+    "int4_normed_matmul": int4_kernels.normed_kernel,
+    "int4_gated_matmul": int4_kernels.gated_kernel,
+}
+LOWER = dict.fromkeys((*NORMED, "int4_matmul", "int4_added_matmul"), lower_int4)
 
 
 def read_bundles(text: str) -> tuple[int, int]:
@@ -100,10 +113,10 @@ def main() -> None:
     chip = SingleDeviceSharding(topology.devices[0])
     grids = []
     for name, shapes, _ in json.load(sys.stdin):
-        LOWER[name](tuple(tuple(shape) for shape in shapes), chip).compile()
+        LOWER[name](name, tuple(tuple(shape) for shape in shapes), chip).compile()
         (dumped,) = (
             path
-            for path in folder.glob(f"*-{name}*final_bundles.txt")
+            for path in folder.glob(f"*-{name}.*final_bundles.txt")
             if "schedule-analysis" not in path.name
         )
         grids.append(read_bundles(dumped.read_text()))

@@ -28,7 +28,7 @@ from jaxserve.device.plan import PAGE_SIZE, kv_bytes_per_page, make_plan
 from jaxserve.device.runner import StepProgram, lowerings, step_programs
 from jaxserve.device.state import make_state
 from jaxserve.errors import InvariantError
-from jaxserve.kernels.int4_matmul import Int4Matrix
+from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.fields import Fields
 from jaxserve.models.gemma4 import read_config

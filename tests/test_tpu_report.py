@@ -251,7 +251,7 @@ def test_the_floor_of_a_decode_is_its_weights_and_all_layers_reads(
 
 def test_the_floor_of_a_long_extend_is_its_products() -> None:
     config = model_config("e2b", 10)
-    params = abstract_params(config, "bfloat16", ("linear",))
+    params = abstract_params(config, "bfloat16", ["linear"])
     shape = ExtendShape(
         bucket=ExtendBucket(tokens=2048, block=128),
         num_sequences=8,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.int4_matmul import GROUP
+from jaxserve.kernels.int4_matrix import GROUP
 
 PER_WORD = 8
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxserve.kernels.int4_matmul import Int4Matrix
+from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.models.int4_table import Int4Table
 
 Matrix = jax.Array | Int4Matrix

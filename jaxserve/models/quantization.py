@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from jaxserve.kernels.int4_matmul import GROUP
+from jaxserve.kernels.int4_matrix import GROUP
 
 PER_WORD = 8
 SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")

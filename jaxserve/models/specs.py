@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxserve.kernels.int4_matmul import Int4Matrix, packed_shapes
+from jaxserve.kernels.int4_matrix import Int4Matrix, packed_shapes
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.int4_table import Int4Table, row_size
 from jaxserve.models.params import LayerParams, Params

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from jax.typing import DTypeLike
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.kernels.int4_matmul import GROUP, Int4Matrix, pack
+from jaxserve.kernels.int4_matrix import GROUP, Int4Matrix, pack
 from jaxserve.models.checkpoint import Checkpoint, OpenSources
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.int4_table import Int4Table, pack_rows

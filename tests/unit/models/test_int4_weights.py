@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.device.evaluate import prompt_logits
 from jaxserve.errors import ModelLoadError
-from jaxserve.kernels.int4_matmul import Int4Matrix, unpack
+from jaxserve.kernels.int4_matrix import Int4Matrix, unpack
 from jaxserve.models.int4_table import Int4Table, take_rows
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import abstract_params
