@@ -3,7 +3,7 @@
 
 Run by scripts/tpu_report.py in a process of its own, for libtpu reads its flags once: it compiles
 each kernel alone, has libtpu write its final instruction bundles, and multiplies those of the
-grid's loop by the grid. A bundle is a cycle, unless it waits: a lower bound of the computing. The
+grid's loop by its steps. A bundle is a cycle, unless it waits: a lower bound of the computing. The
 kernel takes that or its bytes' time, whichever is longer, and before it the transfer of the first
 step's blocks, which nothing hides.
 """
@@ -31,6 +31,9 @@ from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
 Shapes = tuple[tuple[int, ...], ...]
 EPS = 1e-6
+
+MAX_BLOCK_MOVE = 64
+"""Bundles, at most, that start or await the transfer of a step's blocks."""
 
 
 def lower_int4(name: str, shapes: Shapes, chip: SingleDeviceSharding) -> jax.stages.Lowered:
@@ -66,21 +69,36 @@ LOWER = dict.fromkeys((*NORMED, "int4_matmul", "int4_added_matmul"), lower_int4)
 
 
 def read_bundles(text: str) -> tuple[int, int]:
-    """Return the steps of a kernel's grid and the bundles of each, of final bundles as dumped."""
-    depths = re.findall(r"^ *0x[0-9a-f]+ *(?:[A-Z]+)? *: *(>*) *\{", text, re.MULTILINE)
-    grid = re.search(r"^iteration_bounds: \(([\d, ]+)\)", text, re.MULTILINE)
+    """Return the steps of a kernel's grid and the bundles of all, of final bundles as dumped.
+
+    What is skipped by a branch and multiplies nothing, such as a norm or zeros for a new sum, runs
+    in one step of each innermost loop; if it is short, it moves blocks and runs in each.
+    """
+    parts = re.split(r"^ *0x[0-9a-f]+ *(?:[A-Z]+)? *: *(>*) *(?=\{)", text, flags=re.MULTILINE)
+    depths, bundles = parts[1::2], parts[2::2]
     if ">>" in depths:
         raise ValueError("the kernel has a loop within its grid, whose trips are not told")
     if ">" not in depths:  # a grid of one step is no loop
-        return 1, len(depths)
+        return 1, len(bundles)
+    grid = re.search(r"^iteration_bounds: \(([\d, ]+)\)", text, re.MULTILINE)
     if grid is None:
         raise ValueError("the kernel has a loop, but tells no grid")
-    return math.prod(int(bound) for bound in grid[1].split(",")), depths.count(">")
+    bounds = [int(bound) for bound in grid[1].split(",")]
+    num_rare = 0
+    for i, bundle in enumerate(bundles):
+        for region in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", bundle):
+            ends = (j for j, b in enumerate(bundles) if j > i and f"empty region {region} " in b)
+            skipped = bundles[i + 1 : next(ends, i)]
+            if len(skipped) > MAX_BLOCK_MOVE and not any("vmatmul" in b for b in skipped):
+                num_rare += len(skipped)
+    num_steps = math.prod(bounds)
+    num_usual = depths.count(">") - num_rare
+    return num_steps, num_steps * num_usual + num_steps // bounds[-1] * num_rare
 
 
 def estimate_ms(kernel: Kernel, num_steps: int, bundles: int) -> float:
-    """Return the kernel's time from its grid, the bundles of a step and the bytes it moves."""
-    compute_s = num_steps * bundles / CLOCK_HZ
+    """Return the kernel's time from its grid, the bundles of all steps and the bytes it moves."""
+    compute_s = bundles / CLOCK_HZ
     move_s = kernel.num_bytes / HBM_BYTES_PER_S
     return (max(compute_s, move_s) + move_s / num_steps) * 1e3
 
@@ -105,7 +123,7 @@ def estimate(kernels: Iterable[Kernel]) -> dict[Kernel, float]:
 
 
 def main() -> None:
-    """Read kernels as JSON; write each one's grid steps and bundles a step."""
+    """Read kernels as JSON; write each one's grid steps and bundles."""
     from jax.experimental import topologies
 
     folder = Path(sys.argv[1])
