@@ -237,6 +237,8 @@ class _Server:
         defaults = sampling_defaults(folder) if uses_defaults else SamplingDefaults()
         options = LoadOptions(
             dtype=config.dtype,
+            weights=config.weights,
+            ple_dtype=config.ple_dtype,
             max_model_len=config.max_model_len,
             max_batch=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,

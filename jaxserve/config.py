@@ -50,6 +50,18 @@ class ServeConfig:
         "auto",
         choices=("auto", "bfloat16", "float32"),
     )
+    weights: str = flag(
+        "of linears; int4: packed, as the checkpoint holds them; bf16: in --dtype; auto: int4 on a"
+        " TPU where the checkpoint is int4",
+        "auto",
+        choices=("auto", "bf16", "int4"),
+    )
+    ple_dtype: str = flag(
+        "of the per-layer embedding table; int4 rounds a table that is not int4; auto: int4 on a"
+        " TPU where the table is",
+        "auto",
+        choices=("auto", "bf16", "int4"),
+    )
     max_model_len: int | None = flag(
         "most tokens of prompt and output together; default: the model's own, or what fits",
         None,

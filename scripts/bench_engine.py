@@ -194,6 +194,8 @@ def running_engine(
     """Run the engine on a thread, with the server's own defaults."""
     options = LoadOptions(
         dtype=dtype,
+        weights="auto",
+        ple_dtype="auto",
         max_model_len=None,
         max_batch=max_batch,
         kv_cache_bytes=kv_cache_bytes,

@@ -57,6 +57,8 @@ def bench_step(arguments: argparse.Namespace) -> None:
         max_batch=NUM_ROWS,
         kv_cache_bytes=1 << 29,
         tokens_per_resume_point=8192,
+        weights="auto",
+        ple_dtype="auto",
         grammar_bytes=128 << 20,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)

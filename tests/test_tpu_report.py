@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.device.buckets import DecodeBucket
-from jaxserve.models.specs import abstract_params
-from scripts.tpu_report import Hlo, find_faults, floor_bytes, model_config, parse_instruction
+from jaxserve.device.buckets import DecodeBucket, ExtendBucket
+from jaxserve.device.programs import ExtendShape
+from jaxserve.models.specs import Use, abstract_params
+from scripts.tpu_hlo import Hlo, Kernel, kernel_of, parse_instruction
+from scripts.tpu_kernels import estimate_ms, read_bundles
+from scripts.tpu_report import find_faults, floor_ms, model_config, read_limits
 
 ROOT = Path(__file__).parent.parent
 POOLS = {2049 * 32 * 256}
@@ -71,7 +74,7 @@ def test_estimates_of_the_entry_are_added() -> None:
         step("%copy.1 = f32[8]{0:T(128)} copy(%c.1)", 1_750_000),
         step("ROOT %add.1 = f32[8]{0:T(128)} add(%copy.1, %copy.1)", 3_500_000),
     )
-    assert hlo.cost(min) == pytest.approx((3.0, 0.0))
+    assert hlo.cost(min) == pytest.approx((3.0, 0.0, 0.0))
 
 
 def gather(layout: str) -> str:
@@ -84,7 +87,82 @@ def gather(layout: str) -> str:
 @pytest.mark.parametrize(("layout", "moves"), [("2,1,0:T(8,128)(2,1)", 2), ("2,1,0:S(1)", 1)])
 def test_a_gather_is_counted_by_its_bytes(layout: str, moves: int) -> None:
     expected_ms = moves * 2048 * 32 * 512 * 2 / 1.417e12 * 1e3
-    assert module(gather(layout)).cost(min) == pytest.approx((0.0, expected_ms))
+    assert module(gather(layout)).cost(min) == pytest.approx((0.0, expected_ms, 0.0))
+
+
+KERNEL = Kernel("int4_matmul", ((8, 1536), (192, 2048), (48, 2048)), 1_859_584)
+CALL_KERNEL = (
+    "  ROOT %int4_matmul.1 = f32[8,2048]{1,0:T(8,128)} custom-call(%x.1, %words.1, %steps.1), "
+    'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,1536]{1,0}, '
+    "s32[192,2048]{1,0}, bf16[48,2048]{1,0}}, frontend_attributes={kernel_metadata={}}, "
+    'metadata={op_name="jit(decode)/layer_0/jit(int4_matmul_kernel)/int4_matmul/pallas_call"}, '
+    'backend_config={"flag_configs":[],"custom_call_config":{"body":"TUz","cost_estimate":'
+    '{"flops":"50331648","transcendentals":"0","bytes_accessed":"1859584"}}}'
+)
+
+
+def test_a_kernel_takes_what_is_said_of_it() -> None:
+    hlo = module(CALL_KERNEL)
+    assert hlo.kernels() == [KERNEL]
+    hlo.kernel_ms = {KERNEL: 0.5}
+    assert hlo.cost(min) == pytest.approx((0.0, 0.0, 0.5))
+
+
+def test_other_custom_calls_are_no_kernels() -> None:
+    instruction = parse_instruction(CALL_KERNEL.replace("tpu_custom_call", "TopK"))
+    assert instruction is not None
+    assert kernel_of(instruction) is None
+
+
+BUNDLES = """\
+control target key start
+LH: loop header
+    = control target key end
+   0x4   :  { %8 = vsyncpa [#allocation3], 0 } /* Start region 1 */
+  0x10 LB: > { %s1 = sphi 0  ;;  %p58_p0 = scmp.eq.s32.totalorder %s2294_s25, 0 }
+  0x73 PF: > { %v369_v1 = vlaneseq  ;;  %246 = dma.hbm_to_vmem [thread:$0]  (!%p2447_p3), /*
+base_bounds: (1, 192)
+iteration_bounds: (1, 48, 3)
+strides: (1, 4)
+ */ }
+ 0x15d   : > { %21 = sbr.rel (!%p3336_p5) target = $region105 } /* End region 3 */
+ 0x161   :  {} /* End region 4 :: End region 104 */
+"""
+
+
+def test_bundles_of_the_grids_loop_are_counted() -> None:
+    assert read_bundles(BUNDLES) == (144, 144 * 3)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "runs"),
+    [
+        ("  0x80   : > { %1 = vst 0 }\n" * 100, 48),  # once for each of 48 · 1 innermost loops
+        ("  0x80   : > { %1 = vst 0 }\n" * 10, 144),
+        ("  0x80   : > { %1 = vmatmul.mubr.bf16 0 }\n" * 100, 144),
+    ],
+)
+def test_what_a_branch_skips_runs_once_in_an_innermost_loop(skipped: str, runs: int) -> None:
+    branch = "  0x7f   : > { %2 = sbr.rel (%p1) target = $region60 }\n"
+    end = "  0x90 PF: > { %3 = vnop } /* Start/End empty region 60 :: Start region 61 */\n"
+    text = BUNDLES.replace("  0x73 PF", branch + skipped + end + "  0x73 PF")
+    assert read_bundles(text) == (144, 144 * 5 + runs * skipped.count("\n"))
+
+
+def test_a_grid_of_one_step_is_no_loop() -> None:
+    assert read_bundles(BUNDLES.replace(": > {", ":  {")) == (1, 5)
+
+
+def test_a_loop_within_the_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="trips are not told"):
+        read_bundles(BUNDLES.replace("PF: > {", "PF: >> {"))
+
+
+def test_a_kernel_waits_for_its_first_blocks_then_for_the_slower_of_both() -> None:
+    # 1.417 MB take a microsecond, 1,750 bundles do too.
+    kernel = Kernel("k", (), 1_417_000)
+    assert estimate_ms(kernel, num_steps=10, bundles=3500) == pytest.approx(2e-3 + 0.1e-3)
+    assert estimate_ms(kernel, num_steps=10, bundles=350) == pytest.approx(1e-3 + 0.1e-3)
 
 
 BRANCHES = "\n".join(
@@ -150,25 +228,61 @@ def test_a_copy_in_a_branch_is_found() -> None:
 
 def test_faults_name_what_is_wrong() -> None:
     hlo = module(step("%copy.1 = bf16[2049,32,256]{2,1,0} copy(%a.1)", 17_500_000))
-    faults = find_faults(hlo, alias_bytes=5, donated_bytes=6, pools=POOLS, limit_ms=5.0)
-    assert faults == [
+    measured = {"temp_gb": 0.25, "ratio": 1.75, "device_gb": 32.5}
+    limits = {"device_gb": 32, "ratio": 1.5}
+    assert find_faults(hlo, 5, 6, POOLS, measured, limits) == [
         "5 bytes are aliased, of 6 of KV and state",
         "whole KV arrays are made by copy",
-        "estimated 10.00 ms, the limit is 5.0 ms",
+        "device_gb 32.500 exceeds 32",
+        "ratio 1.750 exceeds 1.5",
     ]
 
 
 def test_a_sound_program_has_no_faults() -> None:
     hlo = module(step(CALL_SCATTER), others=SCATTER)
-    assert find_faults(hlo, alias_bytes=6, donated_bytes=6, pools=POOLS, limit_ms=5.0) == []
+    assert find_faults(hlo, 6, 6, POOLS, {"ratio": 1.5}, {"ratio": 1.5}) == []
 
 
-def test_the_floor_of_a_decode_is_its_weights_and_all_layers_reads() -> None:
+def test_limits_are_found_by_the_options_as_printed() -> None:
+    limits = read_limits("e2b, int4 weights, int4 table, context 8192, 10 layers")
+    assert set(limits["decode 8"]) == {"temp_gb", "ratio"}
+    assert read_limits("another model") == {}
+
+
+LINEARS = 278_396_928 + 1_557_135_360 + 27_525_120 + 13_762_560
+KV_READ = 28 * 512 * 1024 + 7 * 8192 * 2048
+
+
+@pytest.mark.parametrize(("int4_uses", "bits"), [((), 16), (("linear",), 4.5)])
+def test_the_floor_of_a_decode_is_its_weights_and_all_layers_reads(
+    int4_uses: tuple[Use, ...], bits: float
+) -> None:
     config = model_config("e2b")
-    params = abstract_params(config, "bfloat16")
-    floor = floor_bytes(DecodeBucket(rows=8, table_size=256), config, params)
-    weights = 2 * (402_653_184 + 278_396_928 + 1_557_135_360 + 27_525_120 + 13_762_560)
-    assert floor == weights + 8 * (28 * 512 * 1024 + 7 * 8192 * 2048)
+    params = abstract_params(config, "bfloat16", int4_uses)
+    num_bytes = 402_653_184 * 2 + LINEARS * bits / 8 + 8 * KV_READ
+    floor = floor_ms(DecodeBucket(rows=8, table_size=256), config, params)
+    assert floor == pytest.approx(num_bytes / 1.417e9)
+
+
+def test_the_floor_of_a_long_extend_is_its_products() -> None:
+    config = model_config("e2b", 10)
+    params = abstract_params(config, "bfloat16", ["linear"])
+    shape = ExtendShape(
+        bucket=ExtendBucket(tokens=2048, block=128),
+        num_sequences=8,
+        table_size=256,
+        chunk_pages=256,
+    )
+    # Of the five layers that write: attention (q, k, v, o), the MLP, the per-layer inputs.
+    attention = 4 * 1536 * (2 * 2048 + 512) + 1536 * (2 * 4096 + 1024)
+    weights = attention + 5 * 3 * 1536 * 6144 + 5 * 2 * 1536 * 256 + 10 * 256 * 1536
+    assert floor_ms(shape, config, params) == pytest.approx(2 * 2048 * weights / 918e9)
+
+
+def test_a_part_of_a_model_shares_in_its_second_half() -> None:
+    config = model_config("e2b", 10)
+    assert [layer.kv_source for layer in config.layers] == [0, 1, 2, 3, 4, 3, 3, 3, 3, 4]
+    assert config.layers[9].mlp_dim == 2 * config.layers[0].mlp_dim
 
 
 @pytest.mark.parametrize(("name", "full_kib", "sliding_kib"), [("e2b", 6, 12), ("e4b", 16, 40)])

@@ -24,7 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
-from jaxserve.models.weights import load_params
+from jaxserve.models.weights import Int4, LoadedParams, load_params
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,8 @@ class LoadOptions:
     """What a user can choose of the device's side; None: chosen here."""
 
     dtype: str
+    weights: str
+    ple_dtype: str
     max_model_len: int | None
     max_batch: int
     kv_cache_bytes: int | None
@@ -71,10 +73,15 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     config = load_config(folder)
     _check_options(config, dtype, options, is_accelerator=device.platform != "cpu")
     loaded = load_params(
-        folder, config, dtype, progress=lambda done, total: progress("loading", done, total)
+        folder,
+        config,
+        dtype,
+        progress=lambda done, total: progress("loading", done, total),
+        linears=_choose_int4("--weights", options.weights, dtype, device),
+        ple_table=_choose_int4("--ple-dtype", options.ple_dtype, dtype, device),
     )
     loaded_s = time.perf_counter()
-    plan, budget = _make_plan(config, loaded.params, loaded.num_bytes, dtype, options, device)
+    plan, budget = _make_plan(config, loaded, dtype, options, device)
     compiled = compile_all(
         lowerings(plan, config, loaded.params),
         lambda done, total: progress("compiling", done, total),
@@ -86,11 +93,12 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     runner = ModelRunner(loaded.params, config, plan, compiled)
     warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
     logger.info(
-        "%s on %s (%s): loaded in %.1f s, %d programs compiled or read from the cache in %.1f s,"
+        "%s on %s (%s%s): loaded in %.1f s, %d programs compiled or read from the cache in %.1f s,"
         " warmed up in %.1f s",
         config.model_type,
         device.device_kind,
         dtype,
+        "".join(f", {use} int4" for use in sorted(loaded.int4_uses)),
         loaded_s - started_s,
         len(compiled),
         compiled_s - loaded_s,
@@ -152,10 +160,18 @@ def _page_mix(
     )
 
 
+def _choose_int4(flag: str, choice: str, dtype: str, device: jax.Device) -> Int4:
+    """Read --weights or --ple-dtype; only on a TPU is there a kernel that makes int4 the faster."""
+    if choice == "int4" and dtype != "bfloat16":
+        raise ConfigError(f"{flag} int4 needs --dtype bfloat16, in which int4 is multiplied")
+    if choice == "auto":
+        return "if_stored" if device.platform == "tpu" and dtype == "bfloat16" else "never"
+    return "always" if choice == "int4" else "never"
+
+
 def _make_plan(
     config: ModelConfig,
-    params: Params,
-    weight_bytes: int,
+    loaded: LoadedParams,
     dtype: str,
     options: LoadOptions,
     device: jax.Device,
@@ -185,12 +201,13 @@ def _make_plan(
         num_pages = pages_for(longest) + 1
         probe = plan_for(num_pages, num_pages, longest)
         limit_bytes = int(device.memory_stats()["bytes_limit"] * DEVICE_FRACTION)
-        temp_bytes = _probe_temp_bytes(probe, config, params)
-        free_bytes = limit_bytes - weight_bytes - state_bytes - temp_bytes
+        temp_bytes = _probe_temp_bytes(probe, config, loaded.params)
+        free_bytes = limit_bytes - loaded.num_bytes - state_bytes - temp_bytes
         kv_bytes = options.kv_cache_bytes or free_bytes
     budget = MemoryBudget(
         limit_bytes=limit_bytes,
-        weight_bytes=weight_bytes,
+        weight_bytes=loaded.num_bytes,
+        int4_bytes=loaded.int4_bytes,
         state_bytes=state_bytes,
         temp_bytes=temp_bytes,
         kv_bytes=kv_bytes,

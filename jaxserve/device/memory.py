@@ -75,6 +75,7 @@ class MemoryBudget:
 
     Attributes:
         limit_bytes: what may be used in all (on a CPU the machine's memory); None: unknown.
+        int4_bytes: of the weights, those of int4 leaves.
         state_bytes: what the slots keep between steps: grammars, penalties and biases by token.
         temp_bytes: most that one program needs while it runs.
         kv_bytes: what the page pools may take.
@@ -82,6 +83,7 @@ class MemoryBudget:
 
     limit_bytes: int | None
     weight_bytes: int
+    int4_bytes: int
     state_bytes: int
     temp_bytes: int
     kv_bytes: int
@@ -117,7 +119,7 @@ class MemoryBudget:
         ]
         rows = [
             ("device limit", "none set" if self.limit_bytes is None else _gib(self.limit_bytes)),
-            ("weights", _gib(self.weight_bytes)),
+            ("weights", f"{_gib(self.weight_bytes)}, of them int4 {_gib(self.int4_bytes)}"),
             ("slots and grammars", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             *(

@@ -8,7 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxserve.kernels.int4_matmul import (
+    int4_added_matmul,
+    int4_gated_matmul,
+    int4_matmul,
+    int4_normed_matmul,
+)
+from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.models.config import RopeConfig
+from jaxserve.models.params import Matrix
 
 ROW_MULTIPLE = 8
 """Rows of a product are padded to a multiple of this.
@@ -22,8 +30,10 @@ LEFT_WEIGHT_MAX_ROWS = 32
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
 
-def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
+def linear(w_OI: Matrix, x_NI: jax.Array) -> jax.Array:
     """Return x·Wᵀ as float32 [N, O]; a row's bits do not depend on how full a decode batch is."""
+    if isinstance(w_OI, Int4Matrix):
+        return int4_matmul(w_OI, x_NI)
     if x_NI.shape[0] <= LEFT_WEIGHT_MAX_ROWS:
         y_ON = linear_transposed(w_OI, x_NI)
         # XLA would turn a transposed product into one with the weight on the right.
@@ -36,6 +46,30 @@ def linear(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
         x_NI.astype(w_OI.dtype), w_OI, _CONTRACT_LAST, preferred_element_type=jnp.float32
     )
     return y_NO[:num_rows]
+
+
+def normed_linear(w_OI: Matrix, x_NI: jax.Array, norm_I: jax.Array, eps: float) -> jax.Array:
+    """Return norm(x)·Wᵀ as float32 [N, O]."""
+    if isinstance(w_OI, Int4Matrix):
+        return int4_normed_matmul(w_OI, x_NI, norm_I, eps)
+    return linear(w_OI, norm(x_NI, norm_I, eps))
+
+
+def gated_linear(w_OI: Matrix, x_NI: jax.Array, norm_I: jax.Array, eps: float) -> jax.Array:
+    """Return gelu(gate)·up [N, F] of norm(x); the weight's rows are F of gate, then F of up."""
+    if isinstance(w_OI, Int4Matrix):
+        return int4_gated_matmul(w_OI, x_NI, norm_I, eps)
+    gate_NF, up_NF = jnp.split(normed_linear(w_OI, x_NI, norm_I, eps), 2, axis=1)
+    return gelu(gate_NF) * up_NF
+
+
+def add_linear(
+    stream_NO: jax.Array, w_OI: Matrix, x_NI: jax.Array, norm_O: jax.Array, eps: float
+) -> jax.Array:
+    """Return stream + norm(x·Wᵀ), float32 [N, O]."""
+    if isinstance(w_OI, Int4Matrix):
+        return int4_added_matmul(w_OI, x_NI, stream_NO, norm_O, eps)
+    return stream_NO + norm(linear(w_OI, x_NI), norm_O, eps)
 
 
 def linear_transposed(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:

@@ -10,11 +10,17 @@ from dataclasses import dataclass
 
 import jax
 
+from jaxserve.kernels.int4_matrix import Int4Matrix
+from jaxserve.models.int4_table import Int4Table
+
+Matrix = jax.Array | Int4Matrix
+"""A linear's weight [O, I], in the compute dtype or int4."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParams:
-    """The matrices of one layer, in the compute dtype.
+    """The matrices of one layer.
 
     Attributes:
         qkv_OD: [(H + k·K + v·K)·E, D]: query rows, then key rows where the layer owns a cache, then
@@ -26,12 +32,12 @@ class LayerParams:
         ple_proj_DP: [D, P], or None.
     """
 
-    qkv_OD: jax.Array
-    o_DQ: jax.Array
-    gate_up_OD: jax.Array
-    down_DF: jax.Array
-    ple_gate_PD: jax.Array | None
-    ple_proj_DP: jax.Array | None
+    qkv_OD: Matrix
+    o_DQ: Matrix
+    gate_up_OD: Matrix
+    down_DF: Matrix
+    ple_gate_PD: Matrix | None
+    ple_proj_DP: Matrix | None
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +54,8 @@ class Params:
             layer has no keys.
         layer_scalar_L: float32 [L]; ones where the model has none.
         final_norm_D: float32 [D].
-        ple_embed: [ple vocab, L·P] compute dtype, layer-major columns, or None.
-        ple_model_proj: [L·P, D] compute dtype, or None.
+        ple_embed: [ple vocab, L·P] compute dtype or int4, layer-major columns, or None.
+        ple_model_proj: [L·P, D], or None.
         ple_norm_P: float32 [P], or None.
     """
 
@@ -58,7 +64,7 @@ class Params:
     head_norms_L2E: jax.Array
     layer_scalar_L: jax.Array
     final_norm_D: jax.Array
-    ple_embed: jax.Array | None
-    ple_model_proj: jax.Array | None
+    ple_embed: jax.Array | Int4Table | None
+    ple_model_proj: Matrix | None
     ple_norm_P: jax.Array | None
     layers: tuple[LayerParams, ...]

@@ -5,16 +5,19 @@ rows of a stack. Both families name their tensors alike, so the names live here;
 text model is weights.py's concern. Axis letters as in params.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
+from jaxserve.kernels.int4_matrix import Int4Matrix, packed_shapes
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.int4_table import Int4Table, row_size
 from jaxserve.models.params import LayerParams, Params
 
 NORMS = (
@@ -24,6 +27,10 @@ NORMS = (
     "post_feedforward_layernorm",
     "post_per_layer_input_norm",
 )
+
+Use = Literal["embedding", "linear", "ple_table", "vector"]
+"""What a leaf is: token embeddings and head, a layer's or the per-layer inputs' product, the table
+of per-layer embeddings, small vectors. Linears and that table may be int4."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +76,6 @@ class ParamSpec:
 
     Attributes:
         path: its attribute path in Params, such as "layers.3.o_DQ".
-        is_float32: kept in float32 whatever the compute dtype.
         fill: what stands where no source lies.
         offset: added to every source in float32; a checkpoint holds the leaf's value less this.
     """
@@ -77,17 +83,33 @@ class ParamSpec:
     path: str
     shape: tuple[int, ...]
     sources: tuple[Source, ...]
-    is_float32: bool = False
+    use: Use
     fill: float = 0.0
     offset: float = 0.0
 
     def dtype(self, compute_dtype: DTypeLike) -> np.dtype[Any]:
-        """Return the dtype of the leaf in a model that computes in `compute_dtype`."""
-        return np.dtype(np.float32 if self.is_float32 else compute_dtype)
+        """Return the dtype of the leaf, if not int4, in a model that computes in this one."""
+        return np.dtype(np.float32 if self.use == "vector" else compute_dtype)
 
-    def num_bytes(self, compute_dtype: DTypeLike) -> int:
+    def abstract(self, compute_dtype: DTypeLike, *, is_int4: bool) -> Any:
+        """Return the leaf with jax.ShapeDtypeStruct for arrays."""
+        if not is_int4:
+            return _abstract(self.shape, self.dtype(compute_dtype))
+        if self.use == "linear":
+            words, steps = packed_shapes((self.shape[0], self.shape[1]))
+            return Int4Matrix(
+                words_WO=_abstract(words, np.int32),
+                steps_GO=_abstract(steps, jnp.bfloat16),
+                shape=(self.shape[0], self.shape[1]),
+            )
+        size = row_size(self.shape[1])
+        rows = _abstract((self.shape[0], size), np.int32)
+        return Int4Table(rows_VW=rows, num_columns=self.shape[1])
+
+    def num_bytes(self, compute_dtype: DTypeLike, *, is_int4: bool) -> int:
         """Return the size of the leaf in a model that computes in `compute_dtype`."""
-        return int(np.prod(self.shape)) * self.dtype(compute_dtype).itemsize
+        leaves = jax.tree.leaves(self.abstract(compute_dtype, is_int4=is_int4))
+        return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
@@ -95,7 +117,7 @@ def param_specs(config: ModelConfig) -> tuple[ParamSpec, ...]:
     return (*_embedding_specs(config), *_vector_specs(config), *_layer_specs(config))
 
 
-def build_params(specs: tuple[ParamSpec, ...], make: Callable[[ParamSpec], Any]) -> Params:
+def build_params(specs: Iterable[ParamSpec], make: Callable[[ParamSpec], Any]) -> Params:
     """Make each leaf, in the order of `specs`; what has no spec is None."""
     leaves = {spec.path: make(spec) for spec in specs}
     num_layers = sum(path.endswith(".o_DQ") for path in leaves)
@@ -105,12 +127,13 @@ def build_params(specs: tuple[ParamSpec, ...], make: Callable[[ParamSpec], Any])
     return Params(**{**_pick(leaves, Params, ""), "layers": layers})
 
 
-def abstract_params(config: ModelConfig, dtype: DTypeLike) -> Params:
-    """Return the weights as jax.ShapeDtypeStruct leaves."""
+def abstract_params(
+    config: ModelConfig, dtype: DTypeLike, int4_uses: Collection[Use] = ()
+) -> Params:
+    """Return the weights as jax.ShapeDtypeStruct leaves, those of some uses int4."""
 
-    def make(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        # jax leaves this constructor without annotations.
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype))
+    def make(spec: ParamSpec) -> Any:
+        return spec.abstract(dtype, is_int4=spec.use in int4_uses)
 
     return build_params(param_specs(config), make)
 
@@ -123,25 +146,33 @@ def random_params(config: ModelConfig, dtype: DTypeLike, seed: int) -> Params:
         def fill(source: Source, part: npt.NDArray[Any]) -> None:
             part[...] = source.init.draw(rng, source.shape)
 
-        return place(spec, dtype, fill)
+        return place(spec.shape, spec.dtype(dtype), spec, fill)
 
     return build_params(param_specs(config), make)
 
 
 def place(
-    spec: ParamSpec, dtype: DTypeLike, fill: Callable[[Source, npt.NDArray[Any]], None]
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    spec: ParamSpec,
+    fill: Callable[[Source, npt.NDArray[Any]], None],
 ) -> jax.Array:
-    """Assemble one leaf in host memory and hand it to the device, which has it on return.
+    """Assemble one array in host memory and hand it to the device, which has it on return.
 
-    `fill` writes a source's values into the part of the leaf that is the source's.
+    `fill` writes a source's values into the part of the array that is the source's.
     """
-    leaf = _aligned_zeros(spec.shape, spec.dtype(dtype))
+    leaf = _aligned_zeros(shape, dtype)
     if spec.fill:
         leaf[...] = spec.fill
     for source in spec.sources:
         fill(source, leaf[source.at])
     array: jax.Array = jax.device_put(leaf)
     return array.block_until_ready()
+
+
+def _abstract(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+    # jax leaves this constructor without annotations, and its leaves stand for arrays.
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -158,11 +189,10 @@ def _pick(leaves: Mapping[str, Any], cls: type, prefix: str) -> dict[str, Any]:
 
 def _embedding_specs(config: ModelConfig) -> Iterator[ParamSpec]:
     V, D, L, P = config.vocab_size, config.model_dim, config.num_layers, config.ple_dim
-    yield _matrix("embed_VD", ("embed_tokens", V, D), std=0.4 * D**-0.5)
+    yield _matrix("embed_VD", ("embed_tokens", V, D), use="embedding", std=0.4 * D**-0.5)
     if P:
-        yield _matrix(
-            "ple_embed", ("embed_tokens_per_layer", config.ple_vocab_size, L * P), std=P**-0.5
-        )
+        table = ("embed_tokens_per_layer", config.ple_vocab_size, L * P)
+        yield _matrix("ple_embed", table, use="ple_table", std=P**-0.5)
         yield _matrix("ple_model_proj", ("per_layer_model_projection", L * P, D))
 
 
@@ -190,7 +220,9 @@ def _layer_specs(config: ModelConfig) -> Iterator[ParamSpec]:
             yield _matrix(path + "ple_proj_DP", (path + "per_layer_projection", D, P))
 
 
-def _matrix(path: str, *parts: tuple[str, int, int], std: float | None = None) -> ParamSpec:
+def _matrix(
+    path: str, *parts: tuple[str, int, int], use: Use = "linear", std: float | None = None
+) -> ParamSpec:
     """Matrices of the same number of columns, one below another."""
     sources, row = [], 0
     for module, rows, cols in parts:
@@ -198,7 +230,7 @@ def _matrix(path: str, *parts: tuple[str, int, int], std: float | None = None) -
         at = (slice(row, row + rows),)
         sources.append(Source(name=module + ".weight", shape=(rows, cols), at=at, init=init))
         row += rows
-    return ParamSpec(path=path, shape=(row, parts[0][2]), sources=tuple(sources))
+    return ParamSpec(path=path, shape=(row, parts[0][2]), sources=tuple(sources), use=use)
 
 
 def _vector_specs(config: ModelConfig) -> Iterator[ParamSpec]:
@@ -229,7 +261,7 @@ def _vectors(
         path=path,
         shape=shape,
         sources=tuple(sources),
-        is_float32=True,
+        use="vector",
         fill=fill,
         offset=config.norm_offset,
     )

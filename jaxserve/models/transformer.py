@@ -15,13 +15,17 @@ from jax import lax
 
 from jaxserve.models.attention import PagedRows, attend, write_pages
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
+from jaxserve.models.int4_table import take_rows
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import (
+    add_linear,
     apply_rope,
+    gated_linear,
     gelu,
     linear,
     linear_transposed,
     norm,
+    normed_linear,
     pad_rows,
     rms,
     rope_tables,
@@ -59,7 +63,7 @@ def per_layer_inputs(
         return None
     shape = (ids_N.shape[0], config.num_layers, config.ple_dim)
     row_N = jnp.where(ids_N < config.ple_vocab_size, ids_N, 0)
-    token = params.ple_embed[row_N].astype(jnp.float32).reshape(shape) * config.ple_dim**0.5
+    token = take_rows(params.ple_embed, row_N).reshape(shape) * config.ple_dim**0.5
     context = linear(params.ple_model_proj, x_ND) * config.model_dim**-0.5
     context = norm(context.reshape(shape), params.ple_norm_P, config.norm_eps)
     inputs_NLW: jax.Array = (context + token) * 2**-0.5
@@ -113,7 +117,7 @@ def decoder_layer(
     q_norm_E, k_norm_E = head_norms_2E[0, :head_dim], head_norms_2E[1, :head_dim]
 
     with jax.named_scope("attention"):
-        qkv_NO = linear(weights.qkv_OD, norm(x_ND, input_norm, eps))
+        qkv_NO = normed_linear(weights.qkv_OD, x_ND, input_norm, eps)
         q_width = layer.num_heads * head_dim
         q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, head_dim)
         q_NHE = apply_rope(norm(q_NHE, q_norm_E, eps), rope) * config.attention_scale
@@ -131,17 +135,16 @@ def decoder_layer(
             chunk_pages=chunk_pages,
         )
         out_NQ = pad_rows(out_RTHE.reshape(num_real, q_width))
-        out_ND = linear(weights.o_DQ, out_NQ)
-        x_ND += norm(out_ND, attention_norm, eps)
+        x_ND = add_linear(x_ND, weights.o_DQ, out_NQ, attention_norm, eps)
 
     with jax.named_scope("mlp"):
-        gate_NF, up_NF = jnp.split(linear(weights.gate_up_OD, norm(x_ND, mlp_norm, eps)), 2, axis=1)
-        x_ND += norm(linear(weights.down_DF, gelu(gate_NF) * up_NF), mlp_out_norm, eps)
+        hidden_NF = gated_linear(weights.gate_up_OD, x_ND, mlp_norm, eps)
+        x_ND = add_linear(x_ND, weights.down_DF, hidden_NF, mlp_out_norm, eps)
 
     if not (ple_NW is None or weights.ple_gate_PD is None or weights.ple_proj_DP is None):
         with jax.named_scope("per_layer_input"):
             gated_NW = gelu(linear(weights.ple_gate_PD, x_ND)) * ple_NW
-            x_ND += norm(linear(weights.ple_proj_DP, gated_NW), ple_out_norm, eps)
+            x_ND = add_linear(x_ND, weights.ple_proj_DP, gated_NW, ple_out_norm, eps)
     if config.has_layer_scalar:
         x_ND *= layer_scalar
     return x_ND, k_PZX, v_PZX

@@ -1,42 +1,40 @@
 """Checkpoint folders: from safetensors to Params.
 
 One leaf at a time, the largest first, so that the host holds the weights and little more than the
-largest tensor. It decides by the tensors that exist: under which prefix the text model lies, and
-which weights are packed to int4. Towers, the tied head and the K/V side of layers that only read a
-cache are left on disk. Runs before the engine starts.
+largest tensor. It chooses which leaves stay int4. Runs before the engine starts.
 """
 
-import contextlib
 import logging
-import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.models import quantization
+from jaxserve.kernels.int4_matrix import GROUP, Int4Matrix, pack
+from jaxserve.models.checkpoint import Checkpoint, OpenSources
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.fields import Fields
+from jaxserve.models.int4_table import Int4Table, pack_rows
 from jaxserve.models.params import Params
-from jaxserve.models.specs import ParamSpec, Source, build_params, param_specs, place
+from jaxserve.models.quantization import fit_grid, stored_levels
+from jaxserve.models.specs import ParamSpec, Source, Use, build_params, param_specs, place
 
 logger = logging.getLogger(__name__)
 
-_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.", "")
-_ANCHOR = "embed_tokens.weight"
-_TOWERS = {"vision_tower", "audio_tower", "embed_vision", "embed_audio", "multi_modal_projector"}
-_KV_SIDE = re.compile(r"layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm)\.\w+")
-_BLOCK_BYTES = 16 << 20
-_FLOATS = ("BF16", "F16", "F32")
-_PACKED_DTYPES = (("I32",), _FLOATS, ("I64",))
+Int4 = Literal["never", "if_stored", "always"]
+"""Which leaves stay int4: those that the checkpoint holds so, packed or as values on a grid, or
+all. Linears that are not so stored cannot be; a table is rounded."""
+
+_FIT_VALUES = 1 << 25
+"""Values that are fitted to their grid at a time: 128 MiB in float32."""
+
+_PROBE_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,178 +42,166 @@ class LoadedParams:
     """A checkpoint in memory.
 
     Attributes:
+        int4_uses: what is int4.
         unused: names of text tensors that nothing reads, sorted.
         num_bytes: size of the weights as loaded.
+        int4_bytes: of them those of int4 leaves.
     """
 
     params: Params
+    int4_uses: frozenset[Use]
     unused: tuple[str, ...]
     num_bytes: int
+    int4_bytes: int
 
 
 def load_params(
-    folder: Path, config: ModelConfig, dtype: DTypeLike, *, progress: Callable[[int, int], None]
+    folder: Path,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    *,
+    progress: Callable[[int, int], None],
+    linears: Int4 = "never",
+    ple_table: Int4 = "never",
 ) -> LoadedParams:
-    """Load the folder's weights, matrices in `dtype`; whatever does not fit raises ModelLoadError.
+    """Load the folder's weights, matrices in `dtype` or int4; what does not fit: ModelLoadError.
 
     `progress` is called after each leaf with the bytes done and the total.
     """
-    checkpoint = _Checkpoint(folder)
-    specs = tuple(sorted(param_specs(config), key=lambda spec: -spec.num_bytes(dtype)))
+    checkpoint = Checkpoint(folder)
+    specs = param_specs(config)
     checkpoint.check(specs)
-    total = sum(spec.num_bytes(dtype) for spec in specs)
-    done = 0
+    uses = _choose_int4(checkpoint, specs, linears, ple_table)
+    is_int4 = {spec.path: _stays_int4(checkpoint, spec, uses) for spec in specs}
+    size = {spec.path: spec.num_bytes(dtype, is_int4=is_int4[spec.path]) for spec in specs}
+    total, done = sum(size.values()), 0
 
-    def make(spec: ParamSpec) -> jax.Array:
+    def make(spec: ParamSpec) -> Any:
         nonlocal done
-        leaf = checkpoint.read_leaf(spec, dtype)
-        done += spec.num_bytes(dtype)
+        with checkpoint.open(spec.sources) as stored:
+            if not is_int4[spec.path]:
+                leaf: Any = _dense(spec, dtype, stored)
+            elif spec.use == "linear":
+                leaf = _int4_matrix(checkpoint, spec, stored)
+            else:
+                leaf = _int4_table(spec, stored)
+        done += size[spec.path]
         progress(done, total)
         return leaf
 
-    params = build_params(specs, make)
+    params = build_params(sorted(specs, key=lambda spec: -size[spec.path]), make)
     unused = checkpoint.unused(specs, config)
     if unused:
         logger.warning("%d unused tensors in the checkpoint, such as %s", len(unused), unused[0])
-    return LoadedParams(params=params, unused=unused, num_bytes=total)
+    return LoadedParams(
+        params=params,
+        int4_uses=uses,
+        unused=unused,
+        num_bytes=total,
+        int4_bytes=sum(size[path] for path, is_packed in is_int4.items() if is_packed),
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
-    """Where a tensor lies, and what its header says."""
+def _choose_int4(
+    checkpoint: Checkpoint, specs: tuple[ParamSpec, ...], linears: Int4, ple_table: Int4
+) -> frozenset[Use]:
+    """Choose the uses whose leaves are int4, by the first weight of each that is not packed."""
+    uses: set[Use] = set()
+    sources = [source for spec in specs if spec.use == "linear" for source in spec.sources]
+    if linears == "always" or (linears == "if_stored" and _is_stored_int4(checkpoint, sources)):
+        uses.add("linear")
+    tables = [spec.sources[0] for spec in specs if spec.use == "ple_table"]
+    if ple_table == "always" and not tables:
+        raise ModelLoadError("--ple-dtype int4: this model has no per-layer embeddings")
+    if ple_table == "always" or (
+        ple_table == "if_stored" and tables and _is_stored_int4(checkpoint, tables)
+    ):
+        uses.add("ple_table")
+    return frozenset(uses)
 
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
+
+def _is_stored_int4(checkpoint: Checkpoint, sources: list[Source]) -> bool:
+    """Say whether some are packed, or else whether the first one's first rows lie on a grid."""
+    if any(checkpoint.is_packed(source) for source in sources):
+        return True
+    with checkpoint.open(sources[:1]) as stored:
+        rows = stored.rows(sources[0], 0, _PROBE_ROWS)
+    return bool(fit_grid(jnp.asarray(rows)).fits_RG.all())
 
 
-class _Checkpoint:
-    """The tensors of a folder. Files are open for one leaf only: a mapping counts as memory."""
+def _stays_int4(checkpoint: Checkpoint, spec: ParamSpec, uses: frozenset[Use]) -> bool:
+    """Say whether a leaf is int4; one of which a packed checkpoint leaves a part dense is not."""
+    if spec.use not in uses:
+        return False
+    num_packed = sum(checkpoint.is_packed(source) for source in spec.sources)
+    return spec.use == "ple_table" or num_packed in (0, len(spec.sources))
 
-    def __init__(self, folder: Path) -> None:
-        self._tensors = dict(entry for file in _find_files(folder) for entry in _scan(file))
-        prefixes = [prefix for prefix in _PREFIXES if prefix + _ANCHOR in self._tensors]
-        if len(prefixes) != 1:
+
+def _dense(spec: ParamSpec, dtype: DTypeLike, stored: OpenSources) -> jax.Array:
+    def fill(source: Source, part: npt.NDArray[Any]) -> None:
+        stored.copy(source, part)
+        if spec.offset:
+            part += np.float32(spec.offset)
+
+    return place(spec.shape, spec.dtype(dtype), spec, fill)
+
+
+def _int4_matrix(checkpoint: Checkpoint, spec: ParamSpec, stored: OpenSources) -> Int4Matrix:
+    """Pack a leaf's sources, one below another; the device has it on return."""
+    levels, steps = [], []
+    for source in spec.sources:
+        if checkpoint.is_packed(source):
+            words, step = stored.packed(source)
+            levels.append(jnp.asarray(stored_levels(words)))
+            steps.append(jnp.asarray(step).astype(jnp.bfloat16))
+            continue
+        num_misfits = 0
+        for _, fitted in _fitted(source, stored):
+            levels.append(fitted.levels_RI)
+            steps.append(fitted.steps_RG)
+            num_misfits += int((~fitted.fits_RG).sum())
+        if num_misfits:
             raise ModelLoadError(
-                f"{folder}: {_ANCHOR} must lie under one of the prefixes "
-                f"{', '.join(map(repr, _PREFIXES))}, but lies under {len(prefixes)} of them"
+                f"tensor {source.name} is not int4: {_misfits(source, num_misfits)}; --weights bf16"
+                " serves it as it is"
             )
-        self._prefix = prefixes[0]
-
-    def check(self, specs: tuple[ParamSpec, ...]) -> None:
-        """Refuse an absent tensor, or one of the wrong shape or type, before anything is read."""
-        for source in (source for spec in specs for source in spec.sources):
-            stored = self._stored(source)
-            if len(stored) == 1:
-                self._expect(stored[0], source.shape, _FLOATS)
-                continue
-            module = stored[0].removesuffix("_packed")
-            for extra in ("_zero_point", "_g_idx"):
-                if module + extra in self._tensors:
-                    raise ModelLoadError(f"tensor {module}{extra}: int4 with it is not served")
-            shapes = quantization.packed_shapes(*source.shape)
-            for name, shape, dtypes in zip(stored, shapes, _PACKED_DTYPES, strict=True):
-                self._expect(name, shape, dtypes)
-
-    def read_leaf(self, spec: ParamSpec, dtype: DTypeLike) -> jax.Array:
-        """Read one leaf; the device has it on return."""
-        stored = {source.name: self._stored(source) for source in spec.sources}
-        with contextlib.ExitStack() as stack:
-            paths = {self._tensors[name].file for names in stored.values() for name in names}
-            files = {path: stack.enter_context(_open(path)) for path in paths}
-
-            def fill(source: Source, part: npt.NDArray[Any]) -> None:
-                slices = [files[self._tensors[n].file].get_slice(n) for n in stored[source.name]]
-                if len(slices) == 1:
-                    _copy(slices[0], part)
-                else:
-                    part[...] = _unpack(source, *(values[:] for values in slices))
-                if spec.offset:
-                    part += np.float32(spec.offset)
-
-            return place(spec, dtype, fill)
-
-    def unused(self, specs: tuple[ParamSpec, ...], config: ModelConfig) -> tuple[str, ...]:
-        """List what nothing reads, apart from what is left out on purpose."""
-        used = {name for spec in specs for source in spec.sources for name in self._stored(source)}
-        rest = sorted(self._tensors.keys() - used)
-        return tuple(name for name in rest if not self._is_left_out(name, config))
-
-    def _is_left_out(self, name: str, config: ModelConfig) -> bool:
-        """Towers, the tied head, and the K/V side of a layer that reads another one's cache."""
-        if dead := _KV_SIDE.fullmatch(name.removeprefix(self._prefix)):
-            i = int(dead[1])
-            return i < config.num_layers and config.layers[i].kv_source != i
-        return not (_TOWERS | {"lm_head"}).isdisjoint(name.split("."))
-
-    def _stored(self, source: Source) -> tuple[str, ...]:
-        """Name the tensors that make up a weight: itself, or its packed words, steps and shape."""
-        name = self._prefix + source.name
-        module = name.removesuffix(".weight")
-        packed = tuple(module + suffix for suffix in quantization.SUFFIXES)
-        if len(source.shape) == 2 and name not in self._tensors and packed[0] in self._tensors:
-            return packed
-        return (name,)
-
-    def _expect(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            module = name.removesuffix("weight")
-            near = sorted(other for other in self._tensors if other.startswith(module))
-            hint = f"; the checkpoint has {', '.join(near)}" if near else ""
-            raise ModelLoadError(f"tensor {name} of shape {list(shape)} is missing{hint}")
-        if tensor.shape != shape:
-            raise ModelLoadError(
-                f"tensor {name} has the shape {list(tensor.shape)}, but {list(shape)} is needed"
-            )
-        if tensor.dtype not in dtypes:
-            raise ModelLoadError(
-                f"tensor {name} is of type {tensor.dtype}; served are {', '.join(dtypes)}"
-            )
+    packed: Int4Matrix = jax.block_until_ready(_pack(levels, steps))
+    return packed
 
 
-def _find_files(folder: Path) -> list[Path]:
-    """Find the shards that the index names, or the single file."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        return [folder / "model.safetensors"]
-    weight_map = Fields.read(index).child("weight_map")
-    return [folder / name for name in sorted({weight_map.text(key) for key in weight_map})]
+@jax.jit
+def _pack(levels: list[jax.Array], steps: list[jax.Array]) -> Int4Matrix:
+    return pack(jnp.concatenate(levels), jnp.concatenate(steps))
 
 
-@contextlib.contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            yield opened
-    except (SafetensorError, OSError) as error:
-        # Of a file that it may not open, safetensors says that it is not there.
-        is_closed = file.exists() and not os.access(file, os.R_OK)
-        reason = f"user {os.getuid()} may not" if is_closed else error
-        raise ModelLoadError(f"cannot read {file}: {reason}") from error
+def _misfits(source: Source, count: int) -> str:
+    num_groups = source.shape[0] * source.shape[1] // GROUP
+    return f"{count} of its {num_groups} groups of {GROUP} lie on no grid of 16 levels"
 
 
-def _scan(file: Path) -> Iterator[tuple[str, _Tensor]]:
-    with _open(file) as opened:
-        for name in opened.keys():  # noqa: SIM118 - not a dict
-            header = opened.get_slice(name)
-            shape = tuple(header.get_shape())
-            yield name, _Tensor(file=file, dtype=header.get_dtype(), shape=shape)
+def _int4_table(spec: ParamSpec, stored: OpenSources) -> Int4Table:
+    """Pack a table; groups on no grid are rounded to one, and counted in the log."""
+    (source,) = spec.sources
+    num_misfits = 0
+    leaf = spec.abstract(np.float32, is_int4=True)
+
+    def fill(source: Source, part: npt.NDArray[Any]) -> None:
+        nonlocal num_misfits
+        for start, fitted in _fitted(source, stored):
+            rows = np.asarray(pack_rows(fitted.levels_RI, fitted.steps_RG))
+            part[start : start + len(rows)] = rows
+            num_misfits += int((~fitted.fits_RG).sum())
+
+    table = place(leaf.rows_VW.shape, leaf.rows_VW.dtype, spec, fill)
+    if num_misfits:
+        logger.warning("%s was rounded to int4: %s", source.name, _misfits(source, num_misfits))
+    return Int4Table(rows_VW=table, num_columns=leaf.num_columns)
 
 
-def _copy(values: Any, part: npt.NDArray[Any]) -> None:
-    """Copy by blocks of rows: a whole tensor would lie in memory twice meanwhile."""
-    step = max(1, _BLOCK_BYTES * len(part) // part.nbytes)
-    for start in range(0, len(part), step):
-        stop = min(start + step, len(part))
-        part[start:stop] = values[start:stop]
-
-
-def _unpack(
-    source: Source, words: npt.NDArray[Any], steps: npt.NDArray[Any], shape: npt.NDArray[Any]
-) -> npt.NDArray[Any]:
-    if tuple(shape.tolist()) != source.shape:
-        raise ModelLoadError(
-            f"the packed {source.name} says {shape.tolist()}, but {list(source.shape)} is needed"
-        )
-    return quantization.unpack_int4(words, steps)
+def _fitted(source: Source, stored: OpenSources) -> Iterator[tuple[int, Any]]:
+    """Fit a source to its grid, by blocks of rows of few shapes; yields their first row as well."""
+    num_rows, num_columns = source.shape
+    step = max(1, _FIT_VALUES // num_columns)
+    for start in range(0, num_rows, step):
+        rows = stored.rows(source, start, min(start + step, num_rows))
+        yield start, fit_grid(jnp.asarray(rows))

@@ -27,6 +27,8 @@ def test_what_no_weights_could_make_fit(
     write_json_files(tmp_path, config_json("gemma3"))
     options = LoadOptions(
         dtype="float32",
+        weights="auto",
+        ple_dtype="auto",
         max_model_len=max_model_len,
         max_batch=2,
         kv_cache_bytes=kv_cache_bytes,

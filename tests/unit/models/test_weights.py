@@ -74,7 +74,7 @@ def test_matrices_are_cast_and_small_vectors_stay_float32(tmp_path: Path) -> Non
     folder = make_checkpoint(tmp_path, "e2b")
     wide, narrow = load(folder, jnp.float32).params, load(folder, jnp.bfloat16).params
     assert wide.embed_VD.dtype == jnp.float32
-    assert narrow.embed_VD.dtype == narrow.layers[0].qkv_OD.dtype == jnp.bfloat16
+    assert narrow.embed_VD.dtype == jnp.asarray(narrow.layers[0].qkv_OD).dtype == jnp.bfloat16
     assert narrow.norms_LND.dtype == narrow.layer_scalar_L.dtype == jnp.float32
     np.testing.assert_array_equal(wide.embed_VD, narrow.embed_VD.astype(jnp.float32))
 
@@ -187,7 +187,7 @@ def pack_q_proj(folder: Path, changes: Mapping[str, Array]) -> Path:
 
 def test_packed_weights_load(tmp_path: Path) -> None:
     folder = pack_q_proj(make_checkpoint(tmp_path, "e2b"), {})
-    q_rows = load(folder).params.layers[0].qkv_OD[:64]
+    q_rows = jnp.asarray(load(folder).params.layers[0].qkv_OD)[:64]
     np.testing.assert_array_equal(q_rows, np.full((64, 64), -8.0))
 
 
