@@ -16,7 +16,7 @@ TOKENIZER = Tokenizer.load(TINY)
 ID_OF_BYTE = {piece: i for i, piece in TOKENIZER.pieces.items() if isinstance(piece, int)}
 
 # Bytes often, and whole characters of them; also special ids and ids that do not exist.
-CHARACTERS = st.characters(min_codepoint=0x80).map(
+CHARACTERS = st.characters(min_codepoint=0x80, codec="utf-8").map(
     lambda character: [ID_OF_BYTE[byte] for byte in character.encode()]
 )
 PARTS = st.one_of(
