@@ -73,7 +73,7 @@ def _build(expression: str) -> Dfa:
     """
     try:
         index = outlines_core.Index(rf"{_OPENING}(?:{expression})\z", _VOCABULARY)
-    except Exception as error:  # the library raises its own kinds, all of them about its input
+    except ValueError as error:
         raise SchemaError(f"the regular expression cannot be used: {error}") from error
     transitions = index.get_transitions()
     start = index.get_initial_state()
