@@ -303,6 +303,9 @@ class FakeEngine:
         self.cache_calls.append(("explain", salt, ids))
         return self.cached
 
+    def keep(self, salt: str | None, ids: tuple[int, ...]) -> None:
+        self.cache_calls.append(("keep", salt, ids))
+
     def submit(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
         if self.refusals and (refusal := self.refusals.popleft()) is not None:
             raise refusal

@@ -187,6 +187,12 @@ class EngineClient:
         """Return how many of the ids are cached, and which ids are cached at the next position."""
         return await self._ask(lambda scheduler: scheduler.explain(salt, ids))
 
+    def keep(self, salt: str | None, ids: tuple[int, ...]) -> None:
+        """Keep what is cached of these ids as long as what a session leaves."""
+        now_s = self._clock()
+        # Nobody waits for it, and an engine that has stopped keeps nothing.
+        self._inbox.put(Ask(lambda scheduler: scheduler.keep(salt, ids, now_s), Future()))
+
     async def drain(self, grace_s: float | None = None) -> None:
         """Accept nothing more; return when every live sequence has ended.
 

@@ -1,12 +1,12 @@
 """A chat's turn: how it is parsed, what it changes in sampling, and how its parts are written."""
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from jaxserve.http.served_model import ServedModel
+from jaxserve.http.turns import turn_starts
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.tool_schemas import argument_types
 from jaxserve.openai.tools import ToolUse
@@ -75,7 +75,13 @@ class TurnPlan:
         return None
 
     def fit(self, request: GenerationRequest) -> GenerationRequest:
-        """Let a call end the answer, also where other end ids do not; ban calls where asked to."""
+        """Make a request one of a chat.
+
+        A call ends it, also where other end ids do not, or is banned where asked to; later requests
+        may part from it where a turn of the model begins.
+        """
+        tokenizer = self.model.tokenizer
+        request = replace(request, resume_points=turn_starts(request.prompt_ids, tokenizer))
         markers, sampling = self.markers, request.sampling
         if markers is None:
             return request
@@ -91,7 +97,7 @@ class TurnPlan:
         if isinstance(part, Thought) and self.reasoning_fields:
             return dict.fromkeys(self.reasoning_fields, part.text)
         if isinstance(part, CallStarted):
-            call = {"index": part.index, **_call(part.name)}
+            call = {"index": part.index, **_call(part)}
         elif isinstance(part, CallArguments):
             call = {"index": part.index, "function": {"arguments": part.text}}
         else:
@@ -117,7 +123,7 @@ class WholeTurn:
             elif isinstance(part, Thought):
                 self.reasoning.append(part.text)
             elif isinstance(part, CallStarted):
-                self.calls.append(_call(part.name))
+                self.calls.append(_call(part))
                 self.arguments.append([])
             elif isinstance(part, CallArguments):
                 self.arguments[part.index].append(part.text)
@@ -140,6 +146,6 @@ def with_ban(sampling: SamplingParams, token_id: int) -> SamplingParams:
     return replace(sampling, logit_bias=tuple(sorted((*others, (token_id, _BAN)))))
 
 
-def _call(name: str) -> dict[str, Any]:
-    function = {"name": name, "arguments": ""}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _call(part: CallStarted) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": ""}
+    return {"id": part.id, "type": "function", "function": function}

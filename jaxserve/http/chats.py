@@ -8,7 +8,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.prompts import EncodedPrompt, chat_prompt
 from jaxserve.http.sequences import prompt_limit
 from jaxserve.http.served_model import ServedModel
-from jaxserve.http.turns import MAX_TURN_BYTES, TurnMemory
+from jaxserve.http.turns import MAX_TURN_BYTES, TurnMemory, spoken_as
 from jaxserve.openai.messages import Conversation
 from jaxserve.openai.requests import ChatCompletionRequest
 from jaxserve.openai.responses import ChatAnswer
@@ -29,7 +29,11 @@ class Chats:
     ) -> EncodedPrompt:
         """Make a request's prompt; `must_fit`: it is to be answered within the context."""
         conversation, options = self._stripped(request.conversation), request.options
-        said = [message.text for message in conversation.messages if message.role == "assistant"]
+        said = [
+            spoken_as(message.text, [call.id for call in message.calls])
+            for message in conversation.messages
+            if message.role == "assistant"
+        ]
         return await chat_prompt(
             conversation,
             model,
@@ -53,18 +57,20 @@ class Chats:
         sequence: GenerationRequest,
         choice: ChoiceText,
     ) -> None:
-        """Remember a complete answer's ids by the text of the message that a client makes of it."""
-        if choice.is_stopped:
+        """Remember a complete answer's ids by the message that a client makes of it."""
+        conversation, tokenizer, ids = request.conversation, model.tokenizer, choice.text_ids
+        if not choice.is_whole:
             return  # its text ends within what its ids spell
-        conversation, tokenizer = request.conversation, model.tokenizer
+        if not (choice.call_ids or tokenizer.special_ids.isdisjoint(ids)):
+            return  # thoughts do not come back, nor are control tokens ever text
         detokenizer = Detokenizer(
             tokenizer, skip_special_tokens=request.options.skip_special_tokens
         )
-        ids = choice.text_ids
         text = detokenizer.push(ids) + detokenizer.finish()
         if conversation.continue_final_message:
             text = conversation.messages[-1].text + text
-        self._turns.remember(sequence.cache_salt, text, sequence.prompt_ids, ids, tokenizer)
+        key = spoken_as(text, choice.call_ids)
+        self._turns.remember(sequence.cache_salt, key, sequence.prompt_ids, ids, tokenizer)
 
     def _stripped(self, conversation: Conversation) -> Conversation:
         """Leave out of system messages what the settings drop."""

@@ -4,8 +4,9 @@ A text completion has one part, its text; a chat's are its thoughts, its content
 However the ids are split into pushes, the joined parts are the same. No I/O.
 """
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxserve.http.limits import CutBy, LoopDetector
 from jaxserve.http.served_model import ServedModel
@@ -51,7 +52,7 @@ class ChoiceText:
 
     Attributes:
         cut_by: what else ended it, if anything did.
-        num_calls: calls so far, the one under way included.
+        call_ids: names of the calls so far, the one under way included.
         is_muted: the echo is all of it; the one token that the engine must generate is nobody's.
         token_ids: those taken, up to the one that completed a stop string.
         prompt: scores of the prompt, as far as they have come; all of its choices share them.
@@ -91,7 +92,7 @@ class ChoiceText:
         self._tells_limit = tells_limit
         self._loop = None if options.repetition is None else LoopDetector(options.repetition)
         self.cut_by: CutBy | None = None
-        self.num_calls = 0
+        self.call_ids: list[str] = []
         self.prompt = prompt
 
     @property
@@ -103,6 +104,16 @@ class ChoiceText:
     def is_stopped(self) -> bool:
         """Whether the choice is over for its reader; nothing may be pushed after that."""
         return self._stops.hit is not None or self.cut_by is not None
+
+    @property
+    def num_calls(self) -> int:
+        """Calls so far, the one under way included."""
+        return len(self.call_ids)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its last id is the last of a call, or of all that the model had to say."""
+        return not self.is_stopped or self.cut_by in ("calls", "max_tool_calls")
 
     @property
     def num_thought_tokens(self) -> int:
@@ -187,10 +198,11 @@ class ChoiceText:
                 if released:
                     parts.append(Content(released))
                 continue
-            parts.append(event)
             if isinstance(event, CallStarted):
-                self.num_calls += 1
-            elif isinstance(event, CallEnded) and self.num_calls == self._max_calls:
+                event = replace(event, id=f"call_{secrets.token_hex(12)}")
+                self.call_ids.append(event.id)
+            parts.append(event)
+            if isinstance(event, CallEnded) and self.num_calls == self._max_calls:
                 self.cut_by = "max_tool_calls" if self._tells_limit else "calls"
         return parts
 

@@ -60,6 +60,9 @@ class Engine(Generator, Protocol):
     async def explain(self, salt: str | None, ids: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         """Return how many of the ids are cached, and which ids are cached at the next position."""
 
+    def keep(self, salt: str | None, ids: tuple[int, ...]) -> None:
+        """Keep what is cached of these ids as long as what a session leaves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:

@@ -15,6 +15,7 @@ from jaxserve.http.aside import run_aside
 from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.body import read_json_body
 from jaxserve.http.chats import Chats
+from jaxserve.http.choice import ChoiceText
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
@@ -48,6 +49,7 @@ from jaxserve.openai.requests import (
     parse_tokenize,
 )
 from jaxserve.openai.responses import ChatAnswer, CompletionAnswer, model_object
+from jaxserve.types import GenerationRequest
 
 _RETRY_AFTER_S = 5
 
@@ -111,8 +113,22 @@ class Endpoints:
                 reasoning_fields=self._config.reasoning_fields if request.tells_reasoning else (),
                 thought_budget=request.thought_budget,
             ),
-            on_answer=partial(self._chats.remember, request, model),
+            on_answer=partial(self._note_answer, request, model),
         )
+
+    def _note_answer(
+        self,
+        request: ChatCompletionRequest,
+        model: ServedModel,
+        sequence: GenerationRequest,
+        choice: ChoiceText,
+    ) -> None:
+        """Prepare for the request that is to come: the same conversation, and more."""
+        self._chats.remember(request, model, sequence, choice)
+        if choice.num_calls:
+            # Whoever asked is away, running the tools, and comes back with what they gave.
+            ids = (*sequence.prompt_ids, *choice.token_ids)
+            self._engine.keep(sequence.cache_salt, ids)
 
     async def completions(self, http: HttpRequest) -> Response:
         """Continue each of some prompts."""

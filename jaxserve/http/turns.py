@@ -2,11 +2,12 @@
 
 A client sends the model's turns back with the next request, and a text's usual ids need not be
 those that were generated: the prompt would part from the cached one at the first such token. So
-what was generated is remembered by the text that it became, and stands in for that text's usual
-ids wherever a new prompt has the same bytes at the same place. A prompt's text never changes by it.
+what was generated is remembered by the message that it became, and stands in for its usual ids
+wherever a new prompt has the same bytes, and the same control tokens among them, at the same place.
+A prompt's text never changes by it.
 
 Bounded, the least recently used is forgotten first; a salt's turns are known to that salt alone.
-Event loop only, but for `restore`, which is pure.
+Event loop only, but for `restore` and `turn_starts`, which are pure.
 """
 
 from array import array
@@ -24,6 +25,7 @@ MAX_TURN_BYTES = 16 << 20
 _MAX_OPENING = 64
 _ENTRY_BYTES = 400
 _MAX_PLACES = 256  # of one text: an agent that says "done" says it often
+_FIRST_CONTROL = 0x10000
 
 _Key = tuple[str | None, bytes]
 
@@ -40,52 +42,65 @@ class Turn:
 
 
 class TurnMemory:
-    """Turns by salt and text."""
+    """Turns by salt and message."""
 
     def __init__(self, max_bytes: int = MAX_TURN_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._by_text: OrderedDict[_Key, dict[int, Turn]] = OrderedDict()
+        self._by_message: OrderedDict[_Key, dict[int, Turn]] = OrderedDict()
 
     def remember(
         self,
         salt: str | None,
-        text: str,
+        message: str,
         prompt_ids: Sequence[int],
         output_ids: Sequence[int],
         tokenizer: Tokenizer,
     ) -> None:
-        """Remember that an answer's text was these ids; the end id is none of them.
-
-        Control tokens within an answer come back as text, if at all, and must stay that.
-        """
-        special_ids = tokenizer.special_ids
-        end = len(prompt_ids)
-        openings = range(end - 1, max(end - 1 - _MAX_OPENING, -1), -1)
-        start = next((i for i in openings if prompt_ids[i] in special_ids), None)
-        if start is None or not output_ids or not special_ids.isdisjoint(output_ids):
+        """Remember that a message (`spoken_as`) was these ids; the end id is none of them."""
+        start = _opening(prompt_ids, tokenizer)
+        if start is None or not output_ids:
             return
         turn = Turn(start, array("i", (*prompt_ids[start:], *output_ids)))
-        key = _key(salt, text)
-        known = self._by_text.pop(key, {})
+        key = _key(salt, message)
+        known = self._by_message.pop(key, {})
         self._num_bytes -= _size(known)
         known.pop(start, None)
         known[start] = turn
         if len(known) > _MAX_PLACES:
             del known[next(iter(known))]
-        self._by_text[key] = known
+        self._by_message[key] = known
         self._num_bytes += _size(known)
         while self._num_bytes > self._max_bytes:
-            self._num_bytes -= _size(self._by_text.popitem(last=False)[1])
+            self._num_bytes -= _size(self._by_message.popitem(last=False)[1])
 
-    def find(self, salt: str | None, texts: Iterable[str]) -> list[Turn]:
-        """Return the turns that became one of these texts."""
+    def find(self, salt: str | None, messages: Iterable[str]) -> list[Turn]:
+        """Return the turns that became one of these messages (`spoken_as`)."""
         found: list[Turn] = []
-        for key in {_key(salt, text): None for text in texts}:
-            if key in self._by_text:
-                self._by_text.move_to_end(key)
-                found += self._by_text[key].values()
+        for key in {_key(salt, message): None for message in messages}:
+            if key in self._by_message:
+                self._by_message.move_to_end(key)
+                found += self._by_message[key].values()
         return found
+
+
+def spoken_as(text: str, call_ids: Sequence[str]) -> str:
+    """Name the model's message: by its calls, which are its alone, or by its text."""
+    return "\0".join(("calls", *call_ids)) if call_ids else text
+
+
+def turn_starts(ids: tuple[int, ...], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the positions of a prompt where earlier turns of the model begin, as its last does."""
+    start = _opening(ids, tokenizer)
+    if start is None:
+        return ()
+    opening = ids[start:]
+    found, at = [], 0
+    while (at := ids.index(opening[0], at)) < start:
+        if ids[at : at + len(opening)] == opening:
+            found.append(at + len(opening))
+        at += 1
+    return tuple(found)
 
 
 def restore(ids: Sequence[int], turns: Iterable[Turn], tokenizer: Tokenizer) -> list[int]:
@@ -99,15 +114,18 @@ def restore(ids: Sequence[int], turns: Iterable[Turn], tokenizer: Tokenizer) -> 
     return restored
 
 
+def _opening(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> int | None:
+    """Return the position of the control token that opens the turn to be generated."""
+    end = len(prompt_ids)
+    openings = range(end - 1, max(end - 1 - _MAX_OPENING, -1), -1)
+    return next((i for i in openings if prompt_ids[i] in tokenizer.special_ids), None)
+
+
 def _end_of_same(ids: Sequence[int], turn: Turn, tokenizer: Tokenizer) -> int | None:
     """Find where the ids from the turn's start on have spelled what it does; None: nowhere."""
-    if list(ids[turn.start : turn.start + 1]) != [turn.ids[0]]:
-        return None  # the control token may be there as text
-    expected = b"".join(_spelling(token_id, tokenizer) for token_id in turn.ids)
+    expected = "".join(_spelling(token_id, tokenizer) for token_id in turn.ids)
     at = 0
     for i in range(turn.start, len(ids)):
-        if i > turn.start and ids[i] in tokenizer.special_ids:
-            return None  # where the turn has text that spells the same, if anything
         spelling = _spelling(ids[i], tokenizer)
         if not expected.startswith(spelling, at):
             return None
@@ -117,13 +135,19 @@ def _end_of_same(ids: Sequence[int], turn: Turn, tokenizer: Tokenizer) -> int | 
     return None
 
 
-def _spelling(token_id: int, tokenizer: Tokenizer) -> bytes:
+def _spelling(token_id: int, tokenizer: Tokenizer) -> str:
+    """Return a character for each byte, or one that no byte has for a control token.
+
+    So a control token is not the text that spells the same.
+    """
+    if token_id in tokenizer.special_ids:
+        return chr(_FIRST_CONTROL + token_id)
     piece = tokenizer.piece(token_id)
-    return bytes((piece,)) if isinstance(piece, int) else piece.encode()
+    return chr(piece) if isinstance(piece, int) else piece.encode().decode("latin-1")
 
 
-def _key(salt: str | None, text: str) -> _Key:
-    return salt, blake2b(text.encode(), digest_size=16).digest()
+def _key(salt: str | None, message: str) -> _Key:
+    return salt, blake2b(message.encode(), digest_size=16).digest()
 
 
 def _size(turns: dict[int, Turn]) -> int:

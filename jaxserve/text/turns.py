@@ -27,10 +27,11 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallStarted:
-    """A call begins; calls of a turn are counted from 0."""
+    """A call begins; calls of a turn are counted from 0, and named by who tells them."""
 
     index: int
     name: str
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,6 +268,59 @@ async def test_an_agents_turns_stand_in_where_they_are_content(
     assert known != (await plain_ids(history, gemma4_text, tools=[SEARCH]))[: len(known)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_with_calls_stands_in_and_stays_cached(
+    gemma4_text: ServedModel, stream: bool
+) -> None:
+    words, tokenizer = said(17), gemma4_text.tokenizer
+    opening, closing = (
+        tuple(tokenizer.encode(text, add_special_tokens=False))
+        for text in ('<|tool_call>call:search{query:<|"|>', '<|"|>}<tool_call|>')
+    )
+    call = (*opening, *words, *closing)
+    engine = replying((*call, *call))
+    app = serve(engine, gemma4_text)
+    reply = await post(app, CHAT, {"messages": [HI], "tools": [SEARCH], "stream": stream})
+    assert engine.cache_calls == [("keep", None, (*engine.prompts[0], *call, *call, END))]
+    message = whole_message(reply) if stream else reply.json["choices"][0]["message"]
+    history = [HI, message]
+    history += [
+        {"role": "tool", "tool_call_id": called["id"], "content": "none"}
+        for called in message["tool_calls"]
+    ]
+    await answer(app, history, tools=[SEARCH])
+    known = (*engine.prompts[0], *call, *call)
+    assert engine.prompts[1][: len(known)] == known
+    assert known != (await plain_ids(history, gemma4_text, tools=[SEARCH]))[: len(known)]
+    message["tool_calls"][1]["function"]["arguments"] = '{"query": "cats"}'
+    await answer(app, history, tools=[SEARCH])
+    assert engine.prompts[2] == await plain_ids(history, gemma4_text, tools=[SEARCH])
+
+
+def whole_message(reply: Any) -> dict[str, Any]:
+    """The message that a client makes of a stream with calls."""
+    calls: list[dict[str, Any]] = []
+    for chunk in reply.chunks:
+        for part in chunk["choices"][0]["delta"].get("tool_calls", []):
+            if part["index"] == len(calls):
+                calls.append(part)
+            else:
+                function = calls[part["index"]]["function"]
+                function["arguments"] += part["function"]["arguments"]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+async def test_later_requests_may_go_on_from_where_each_turn_began() -> None:
+    engine = replying(said(18))
+    history = [HI, {"role": "assistant", "content": "one"}, NEXT]
+    history += [{"role": "assistant", "content": "two"}, NEXT]
+    await answer(serve(engine), history)
+    [request] = engine.requests
+    prompts = [await plain_ids(history[:1]), await plain_ids(history[:3])]
+    assert request.resume_points == tuple(map(len, prompts))
+    assert all(request.prompt_ids[: len(prompt)] == prompt for prompt in prompts)
+
+
 def turn_of(start: int, text: str) -> Turn:
     return Turn(start, restore_ids(105, *(TOKENIZER.token_id(letter) or 0 for letter in text)))
 

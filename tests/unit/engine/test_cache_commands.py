@@ -83,6 +83,25 @@ async def test_a_release_drops_what_is_the_sessions_alone() -> None:
         assert matched == [len(SYSTEM), len(others), len(nobodys)]
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+async def test_what_is_to_be_kept_outlives_what_came_after_it(is_kept: bool) -> None:
+    async with running() as client:
+        mine = (*SYSTEM, 1, 1)
+        await run(client, mine)
+        if is_kept:
+            client.keep(None, mine)
+        for i in range(30):
+            await run(client, (100 + i,) * 12)
+        assert (await client.explain(None, mine))[0] == (len(mine) if is_kept else 0)
+
+
+async def test_an_engine_that_has_stopped_keeps_nothing_and_nobody_minds() -> None:
+    inbox = Inbox()
+    client = new_client(inbox)
+    inbox.close()
+    client.keep(None, SYSTEM)
+
+
 @pytest.mark.parametrize("phase", ["loading", "compiling", "draining", "dead"])
 async def test_it_is_refused_unless_ready(phase: Phase) -> None:
     client = EngineClient(Inbox(), max_waiting_requests=9, max_waiting_tokens=99)
