@@ -82,7 +82,8 @@ class ServeConfig:
     grammar_bytes: int = flag(
         "bytes of grammars on the device; what finds no room there is guided from the host, slower",
         128 << 20,
-        metavar="N",
+        metavar="SIZE",
+        type=size_in_bytes,
     )
     grammar_compile_s: float = flag(
         "CPU seconds that compiling one grammar may take; what takes more is refused",
@@ -90,7 +91,10 @@ class ServeConfig:
         metavar="S",
     )
     grammar_compile_bytes: int = flag(
-        "memory that it may take, the compiler's own included", 1 << 30, metavar="N"
+        "memory that it may take, the compiler's own included",
+        1 << 30,
+        metavar="SIZE",
+        type=size_in_bytes,
     )
     warm_schemas: str | None = flag(
         'grammars to compile at start: a JSON list of {"json": schema}, {"regex": …} or'

@@ -59,7 +59,7 @@ class Metrics:
         self._tool_calls = self._counter("tool_calls", "Calls of tools in answers.")
         self._turn_faults = self._counter(
             "turn_faults",
-            "Departures from a turn's syntax; all but not_a_call were put right.",
+            "Departures from a turn's syntax; all but not_a_call and no_tools were put right.",
             "fault",
         )
         self.serving_compiles = self._counter(

@@ -93,6 +93,18 @@ class RadixTree:
                 following[tokens[len(shared)]] = None
         return start + match.num_tail, tuple(following)
 
+    def keep(self, salt: Salt, ids: Tokens, kept_until_s: float) -> None:
+        """Keep what is cached of these ids, and the last point in it, at least so long."""
+        _, nodes, tail, num_tail = self.match(salt, ids)
+        # A tail of which only a part fits is somebody else's.
+        if tail is not None and num_tail == len(tail.tokens):
+            nodes = [*nodes, tail]
+        for node in nodes:
+            node.kept_until_s = max(node.kept_until_s, kept_until_s)
+        point = next((node.point for node in reversed(nodes) if node.point is not None), None)
+        if point is not None:
+            point.kept_until_s = max(point.kept_until_s, kept_until_s)
+
     def lock(self, node: Node, session: str | None = None) -> None:
         """Keep a node, whose parent must be locked, from being evicted, for a session's request."""
         if isinstance(node, Root):

@@ -10,9 +10,9 @@ Rows of the arena:
     [1, 1 + num_slots)       a mask of each slot, for grammars that run on the host
     [1 + num_slots, ...)     headers, images, and end ids as masks
 
-Words of an image, its rows read as one: the class of each token (two a word: token t and token
-t + ⌈V/2⌉); two words a state (STATE_*); the next state by state and class (two a word). Then its
-masks, a row each. Bit j of word w of a mask is token j·W + w: so unpacked, a mask needs no
+Words of an image, its rows read as one: the class of each token (two a word: token t and token t +
+⌈V/2⌉); two words a state (device/grammar.py); the next state by state and class (two a word). Then
+its masks, a row each. Bit j of word w of a mask is token j·W + w: so unpacked, a mask needs no
 relayout on a TPU. S states, C classes, V vocabulary, W = ⌈V/32⌉ words of a mask.
 """
 

@@ -185,13 +185,7 @@ class Prefixes:
 
     def keep_until(self, salt: str | None, ids: tuple[int, ...], kept_until_s: float) -> None:
         """Keep what is cached of these ids, and the last point in it, at least so long."""
-        match = self._tree.match(salt, ids)
-        nodes = [*match.nodes, match.tail] if match.tail is not None else match.nodes
-        for node in nodes:
-            node.kept_until_s = max(node.kept_until_s, kept_until_s)
-        point = next((node.point for node in reversed(nodes) if node.point is not None), None)
-        if point is not None:
-            point.kept_until_s = max(point.kept_until_s, kept_until_s)
+        self._tree.keep(salt, ids, kept_until_s)
 
     # Inside
 

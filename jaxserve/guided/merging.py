@@ -146,7 +146,7 @@ def content_of(asked: tuple[c.Matches | c.HasFormat, ...], without: frozenset[st
     except AutomatonTooLargeError:
         pointer = asked[0].pointer if asked else ""
         raise SchemaError(
-            f"{pointer}: its expressions are too complex together",
+            f"{pointer or 'the schema'}: its expressions are too complex together",
             path=pointer,
             keyword="pattern",
             code="schema_too_complex",
@@ -166,7 +166,7 @@ def search_of(atom: c.Matches) -> Dfa:
         return regex.search(atom.pattern)
     except SchemaError as error:
         raise SchemaError(
-            f"{atom.pointer}: {error.message}",
+            f"{atom.pointer or 'the schema'}: {error.message}",
             path=atom.pointer,
             keyword="pattern",
             code=error.code,

@@ -251,5 +251,5 @@ class _Properties:
         return found
 
     def _matches(self, pattern: str, name: str) -> bool:
-        pointer = next(x.pointer for x in self._all_of) if self._all_of else ""
+        pointer = self._patterns().get(pattern, "")
         return search_of(c.Matches(pattern, pointer)).accepts(name.encode())

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxserve.errors import SchemaError
+from jaxserve.errors import EngineError, SchemaError
 from jaxserve.guided.compiling import COMPILER_VERSION
 from jaxserve.guided.store import GrammarStore
 from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
@@ -113,9 +113,11 @@ class GrammarCompiler:
         if kept is not None:
             return kept
         answer = await self._worker.run(Job(name, spec))
-        made = await asyncio.to_thread(self._store.read, name)
-        if made is None:
-            raise SchemaError("the grammar's tables could not be written to the cache folder")
+        made = answer.unkept or await asyncio.to_thread(self._store.read, name)
+        if made is None:  # whoever cleans up was quicker
+            raise EngineError("The compiled grammar is gone from the cache folder; try again.")
+        if answer.unkept is not None:
+            logger.warning("the cache folder cannot be written: grammars stay in memory alone")
         size = "on the host" if isinstance(made, HostGrammar) else f"{made.stats.num_states} states"
         logger.info("compiled a grammar: %s, %s, %.3f s", spec.kind, size, answer.cpu_s)
         return made

@@ -1,7 +1,8 @@
 """Specs from what people write: tools in OpenAI's form, and files of grammars to be warmed."""
 
-import json
 from typing import Any
+
+import orjson
 
 from jaxserve.errors import ConfigError
 from jaxserve.guided.tables import GrammarSpec
@@ -36,6 +37,11 @@ def tools_schema(tools: Any) -> dict[str, Any]:
     return {"anyOf": calls}
 
 
+def as_source(value: object) -> str:
+    """Write a schema or a list of choices: equal ones alike, for they are kept by their text."""
+    return orjson.dumps(value).decode()
+
+
 def read_warm_specs(text: str) -> list[GrammarSpec]:
     """Read a file of grammars: a JSON list of {"json": schema}, {"regex": …} or {"choice": […]}.
 
@@ -43,8 +49,8 @@ def read_warm_specs(text: str) -> list[GrammarSpec]:
         ConfigError: it is something else.
     """
     try:
-        entries = json.loads(text)
-    except ValueError as error:
+        entries = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
         raise ConfigError(f"the file of schemas to warm is not JSON: {error}") from error
     if not isinstance(entries, list):
         raise ConfigError("the file of schemas to warm must hold a JSON list")
@@ -54,11 +60,11 @@ def read_warm_specs(text: str) -> list[GrammarSpec]:
 def _spec(index: int, entry: Any) -> GrammarSpec:
     match entry:
         case {"json": schema}:
-            return GrammarSpec(kind="json_schema", source=json.dumps(schema))
+            return GrammarSpec(kind="json_schema", source=as_source(schema))
         case {"regex": str(pattern)}:
             return GrammarSpec(kind="regex", source=pattern)
         case {"choice": [*choices]}:
-            return GrammarSpec(kind="choice", source=json.dumps(choices))
+            return GrammarSpec(kind="choice", source=as_source(choices))
         case _:
             raise ConfigError(
                 f"entry {index} of the schemas to warm must be an object with json, regex or choice"

@@ -37,14 +37,15 @@ class GrammarStore:
             _check(tables)
             for array in _ARRAYS:
                 getattr(tables, array).flags.writeable = False
-            os.utime(path)
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             return None
+        with contextlib.suppress(OSError):  # whoever may only read it leaves no trace
+            os.utime(path)
         return tables
 
-    def write(self, name: str, grammar: Grammar) -> None:
-        """Keep a grammar; a folder that cannot be written to keeps nothing."""
-        with contextlib.suppress(OSError):
+    def write(self, name: str, grammar: Grammar) -> bool:
+        """Keep a grammar; False where the folder cannot be written to."""
+        try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
                 if isinstance(grammar, HostGrammar):
@@ -54,6 +55,9 @@ class GrammarStore:
                     np.savez(file, **{array: getattr(grammar, array) for array in _ARRAYS})
             os.replace(file.name, self._folder / (name + _SUFFIX))
             self._make_room()
+        except OSError:
+            return False
+        return True
 
     def _make_room(self) -> None:
         """Delete what was not used for longest."""

@@ -2,7 +2,8 @@
 
 It runs beside the server so that a schema can take neither the interpreter's lock nor the memory.
 Jobs come as length-prefixed pickles from the process that started it; a job's answer is small, the
-grammar itself goes into a file. A job that takes more CPU time than it may ends the process.
+grammar itself goes into a file, unless none can be written. A job that takes more CPU time than it
+may ends the process.
 """
 
 import os
@@ -18,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 from jaxserve.errors import SchemaError
 from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.store import GrammarStore
-from jaxserve.guided.tables import GrammarSpec
+from jaxserve.guided.tables import Grammar, GrammarSpec
 from jaxserve.guided.vocabulary import GrammarVocabulary
 
 _LENGTH = struct.Struct("<Q")
@@ -43,10 +44,16 @@ class Job(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """How a job went; `failure` has the fields of a SchemaError."""
+    """How a job went.
+
+    Attributes:
+        failure: the fields of a SchemaError.
+        unkept: the grammar, where the folder could not keep it.
+    """
 
     cpu_s: float
     failure: dict[str, str | None] | None = None
+    unkept: Grammar | None = None
 
 
 def frame(message: object) -> bytes:
@@ -89,8 +96,11 @@ def main() -> None:
 def _work(job: Job, vocabulary: GrammarVocabulary, store: GrammarStore) -> Answer:
     begun_s = time.process_time()
     failure: dict[str, str | None] | None = None
+    unkept: Grammar | None = None
     try:
-        store.write(job.name, compile_grammar(job.spec, vocabulary))
+        grammar = compile_grammar(job.spec, vocabulary)
+        if not store.write(job.name, grammar):
+            unkept = grammar
     except SchemaError as error:
         failure = {
             "message": error.message,
@@ -103,7 +113,7 @@ def _work(job: Job, vocabulary: GrammarVocabulary, store: GrammarStore) -> Answe
             "message": f"the grammar is too complex ({type(error).__name__})",
             "code": "schema_too_complex",
         }
-    return Answer(time.process_time() - begun_s, failure)
+    return Answer(time.process_time() - begun_s, failure, unkept)
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -63,10 +63,11 @@ class Chats:
             return  # its text ends within what its ids spell
         if not (choice.call_ids or tokenizer.special_ids.isdisjoint(ids)):
             return  # thoughts do not come back, nor are control tokens ever text
-        detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=request.options.skip_special_tokens
-        )
-        text = detokenizer.push(ids) + detokenizer.finish()
+        text = ""
+        if not choice.call_ids:
+            skips = request.options.skip_special_tokens
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=skips)
+            text = detokenizer.push(ids) + detokenizer.finish()
         if conversation.continue_final_message:
             text = conversation.messages[-1].text + text
         key = spoken_as(text, choice.call_ids)

@@ -3,7 +3,8 @@
 Where a thought has had its tokens, the sequence goes on as another one, whose prompt is all that
 there is and the marker that ends a thought; the prefix cache has nearly all of it. Its reader sees
 one sequence, with the marker among its ids. Noise depends on seed and position alone, so what
-follows is what one sequence would have sampled behind that marker. Event loop only.
+follows is what one sequence would have sampled behind that marker, but for presence and frequency
+penalties, which begin anew. Event loop only.
 """
 
 from collections import deque

@@ -2,7 +2,7 @@
 
 A leaf of Params is an array into which source tensors are placed: whole, one below another, or as
 rows of a stack. Both families name their tensors alike, so the names live here; the prefix of the
-text model is weights.py's concern. Axis letters as in params.py.
+text model is checkpoint.py's concern. Axis letters as in params.py.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

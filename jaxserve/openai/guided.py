@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import orjson
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.guided.document import MAX_ENUM_VALUES, MAX_SCHEMA_BYTES
+from jaxserve.guided.specs import as_source
 from jaxserve.guided.tables import GrammarSpec
 from jaxserve.openai.fields import (
     Boolean,
@@ -25,10 +27,6 @@ from jaxserve.openai.fields import (
     table,
 )
 
-MAX_SOURCE_CHARS = 1 << 18
-"""Of a regular expression, a grammar or a schema in a string."""
-
-MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 4096
 
 _LARGEST_EXACT = float(1 << 63)
@@ -47,7 +45,7 @@ class _JsonSchema:
 
     def __call__(self, value: object, path: str) -> str:
         if isinstance(value, str):
-            text = Text(1, MAX_SOURCE_CHARS)(value, path)
+            text = Text(1, MAX_SCHEMA_BYTES)(value, path)
             try:
                 value = orjson.loads(text)
             except orjson.JSONDecodeError as error:
@@ -58,7 +56,7 @@ class _JsonSchema:
                 ) from error
         if not isinstance(value, bool):
             _refuse_inexact(Mapped()(value, path), path)
-        return orjson.dumps(value).decode()
+        return as_source(value)
 
     def schema(self) -> Schema:
         return {"anyOf": [{"type": kind} for kind in ("object", "boolean", "string")]}
@@ -120,8 +118,8 @@ class _ResponseFormat:
         return Object(self._fields).schema()
 
 
-_CHOICES = ListOf(Text(1, MAX_CHOICE_CHARS), min_items=1, max_items=MAX_CHOICES)
-_SOURCE = Text(1, MAX_SOURCE_CHARS)
+_CHOICES = ListOf(Text(1, MAX_CHOICE_CHARS), min_items=1, max_items=MAX_ENUM_VALUES)
+_SOURCE = Text(1, MAX_SCHEMA_BYTES)
 
 
 class _StructuredOutputs:
@@ -185,7 +183,7 @@ def _request_of(
     elif regex is not None:
         spec = GrammarSpec(kind="regex", source=regex)
     elif choice is not None:
-        spec = GrammarSpec(kind="choice", source=orjson.dumps(choice).decode())
+        spec = GrammarSpec(kind="choice", source=as_source(choice))
     elif lark is not None:
         spec = GrammarSpec(kind="lark", source=lark)
     else:

@@ -331,7 +331,6 @@ def _completion(value: object) -> CompletionRequest:
 
 def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Read the body of a tokenize request; raises InvalidRequestError naming the field."""
-    value = decode_json(body)
     value = _decoded(body)
     is_chat = _is_chat(value)
     fields: FieldTable = TOKENIZE_CHAT_FIELDS if is_chat else TOKENIZE_FIELDS

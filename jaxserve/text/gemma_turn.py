@@ -307,15 +307,14 @@ class GemmaTurn:
 
     def _end_json(self) -> None:
         text = "".join(self._json)
-        call = read_json_call(text)
+        call = read_json_call(text, self._tools or {})
         if call is None:
             self._fault("not_a_call")
             self._turn.add(Content(text))
             return
-        self._fault("json")
-        name, arguments = call
-        self._turn.start_call(resolve_name(name, self._tools or {}) or name)
-        self._turn.add_arguments(arguments)
+        self.faults += ["json", *call.repairs]
+        self._turn.start_call(resolve_name(call.name, self._tools or {}) or call.name)
+        self._turn.add_arguments(call.arguments)
         self._turn.end_call()
 
     def _push_arguments(self, text: str) -> None:

@@ -137,7 +137,7 @@ class JsonTurn:
     def _end_block(self, fence: str, *, is_cut: bool) -> None:
         """Read a whole block as a call, or give it back."""
         block = "".join(self._block)
-        call = None if is_cut else read_json_call(block)
+        call = None if is_cut else read_json_call(block, self._tools)
         self._text = ""
         if call is None:
             self.faults.append("not_a_call")
@@ -146,8 +146,9 @@ class JsonTurn:
             return
         if not fence:
             self.faults.append("end_of_call")
-        self._turn.start_call(self._resolved(call[0]))
-        self._turn.add_arguments(call[1])
+        self.faults += call.repairs
+        self._turn.start_call(self._resolved(call.name))
+        self._turn.add_arguments(call.arguments)
         self._turn.end_call()
         self._mode = _Mode.AFTER
 

@@ -151,15 +151,22 @@ def test_each_kind_of_grammar(http: httpx.Client) -> None:
 
 def test_grammars_that_need_a_stack(http: httpx.Client) -> None:
     pytest.importorskip("llguidance")
-    for choice in choices_of(http, CHAT, {"guided_json": RECURSIVE, "n": 6, "max_tokens": 200}):
-        if choice["finish_reason"] == "stop":
-            jsonschema.validate(json.loads(text_of(choice)), RECURSIVE)
+    body: Body = {"guided_json": RECURSIVE, "n": 6, "max_tokens": 200}
+    whole = complete(choices_of(http, CHAT, body))
+    for text in whole:
+        jsonschema.validate(json.loads(text), RECURSIVE)
     body = {"guided_grammar": 'start: "a" start "b" | "ab"', "n": 4, "max_tokens": 60}
-    for choice in choices_of(http, COMPLETIONS, body):
-        text = text_of(choice)
+    nested = complete(choices_of(http, COMPLETIONS, body))
+    for text in nested:
         half = len(text) // 2
-        if choice["finish_reason"] == "stop":
-            assert text == "a" * half + "b" * half
+        assert text == "a" * half + "b" * half
+    assert whole
+    assert nested
+
+
+def complete(choices: list[Any]) -> list[str]:
+    """The texts of those that were not cut."""
+    return [text_of(choice) for choice in choices if choice["finish_reason"] == "stop"]
 
 
 def test_streams_and_company_get_the_same(http: httpx.Client) -> None:

@@ -14,6 +14,7 @@ from jaxserve.guided.service import GrammarCompiler
 from jaxserve.guided.specs import read_warm_specs, tools_schema
 from jaxserve.guided.store import GrammarStore
 from jaxserve.guided.tables import GrammarSpec, HostGrammar, TokenTables
+from jaxserve.openai.requests import parse_completion
 from tests.grammars import tiny_vocabulary
 
 VOCABULARY = tiny_vocabulary()
@@ -114,6 +115,25 @@ async def test_warming_goes_on_behind_a_grammar_that_is_refused() -> None:
 
         assert isinstance(await compiler.compile(specs[1]), TokenTables)
         assert isinstance(await compiler.compile(GrammarSpec(kind="json_object")), TokenTables)
+
+
+def test_what_is_warmed_is_what_a_request_asks_for() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["é", 1.50]}}}
+    warmed = read_warm_specs(json.dumps([{"json": schema}, {"choice": ["a", "é"]}]))
+    asked = []
+    for field, value in (("guided_json", schema), ("guided_choice", ["a", "é"])):
+        body = json.dumps({"prompt": "", field: value}).encode()
+        grammar = parse_completion(body).options.grammar
+        assert grammar is not None
+        asked.append(grammar.spec)
+    assert [spec.digest for spec in warmed] == [spec.digest for spec in asked]
+
+
+async def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "below"  # no folder can be made there, not even by root
+    async with GrammarCompiler(VOCABULARY, cache_dir=folder) as compiler:
+        assert isinstance(await compiler.compile(SMALL), TokenTables)
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[3]", '[{"lark": "x"}]'])
