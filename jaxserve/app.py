@@ -131,7 +131,7 @@ class _Server:
             config=HttpConfig(
                 max_body_bytes=config.max_body_bytes,
                 dropped_from_system=config.drop_from_system,
-                remembers_turns=not config.no_turn_memory,
+                remembers_turns=not (config.no_turn_memory or config.no_prefix_cache),
                 heartbeat_s=config.heartbeat_s,
                 trust_request_chat_template=config.trust_request_chat_template,
                 reasoning_fields=REASONING_FIELDS[config.reasoning_field],

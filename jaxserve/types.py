@@ -235,12 +235,14 @@ class PromptOutput:
 class TokenOutput:
     """Tokens that a step added to a sequence, in order, an end id included.
 
-    `logprobs` has one entry for each where the request asks for them, else none.
+    `logprobs` has one entry for each where the request asks for them, else none. The first output
+    of a sequence tells how many tokens of its prompt were cached.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -531,7 +531,7 @@ async def tree(folder: Path, settings: Settings) -> list[Figure]:
             path.append(tip)
         took_s = time.perf_counter() - started_s
         pool.release(pages[:num_matched])
-        cache.unlock_path(match.root, path, 0.0)
+        cache.unlock_path(match.root, path)
         return took_s
 
     source = prompts()

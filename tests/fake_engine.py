@@ -229,9 +229,10 @@ class FakeStream:
             return PromptOutput(self._request.request_id, scores)
         if self._steps and not self._aborted.is_set():
             step = self._steps.popleft()
+            num_cached = None if self._num_output_tokens else self._script.cached_tokens
             self._num_output_tokens += len(step)
             scores = _scores(step, sampling.num_logprobs)
-            return TokenOutput(self._request.request_id, step, scores)
+            return TokenOutput(self._request.request_id, step, scores, num_cached)
         end = self._script.end
         if end is None:
             await self._aborted.wait()
@@ -252,12 +253,13 @@ class FakeStream:
         self._aborted.set()
 
     def _finished(self, reason: FinishReason) -> RequestFinished:
+        has_begun = self._num_output_tokens > 0
         stats = RequestStats(
             num_prompt_tokens=len(self._request.prompt_ids),
             num_cached_tokens=self._script.cached_tokens,
             num_output_tokens=self._num_output_tokens,
-            queue_s=0.001,
-            ttft_s=0.002,
+            queue_s=0.001 if has_begun else None,
+            ttft_s=0.002 if has_begun else None,
             total_s=0.003,
         )
         return RequestFinished(self._request.request_id, reason, stats)

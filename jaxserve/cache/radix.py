@@ -94,15 +94,18 @@ class RadixTree:
         return start + match.num_tail, tuple(following)
 
     def keep(self, salt: Salt, ids: Tokens, kept_until_s: float) -> None:
-        """Keep what is cached of these ids, and the last point in it, at least so long."""
+        """Keep what is cached of these ids, and the last two points in it, at least so long.
+
+        Two, for whoever goes on does so from an answer's end, or from where it began: a template
+        may write the answer otherwise.
+        """
         _, nodes, tail, num_tail = self.match(salt, ids)
         # A tail of which only a part fits is somebody else's.
         if tail is not None and num_tail == len(tail.tokens):
             nodes = [*nodes, tail]
         for node in nodes:
             node.kept_until_s = max(node.kept_until_s, kept_until_s)
-        point = next((node.point for node in reversed(nodes) if node.point is not None), None)
-        if point is not None:
+        for point in [node.point for node in nodes if node.point is not None][-2:]:
             point.kept_until_s = max(point.kept_until_s, kept_until_s)
 
     def lock(self, node: Node, session: str | None = None) -> None:
@@ -115,12 +118,11 @@ class RadixTree:
             node.session = None
         node.num_locks += 1
 
-    def unlock(self, node: Node, *, kept_until_s: float = 0.0) -> None:
+    def unlock(self, node: Node) -> None:
         """Undo one lock; the nodes below must be unlocked first."""
         if node.num_locks < 1:
             raise InvariantError("a node is unlocked that nobody locked")
         node.num_locks -= 1
-        node.kept_until_s = max(node.kept_until_s, kept_until_s)
         if node.num_locks:
             return
         if isinstance(node, Root):
@@ -131,7 +133,7 @@ class RadixTree:
         if not node.children:
             self._leaves.offer(node, self.num_evictable)
 
-    def unlock_path(self, root: Root, path: Sequence[Node], kept_until_s: float) -> None:
+    def unlock_path(self, root: Root, path: Sequence[Node]) -> None:
         """Undo a lock of each node from a root on.
 
         Points before a branch serve all its branches, and count as used with each of them.
@@ -141,7 +143,7 @@ class RadixTree:
             is_shared = is_shared or len(node.children) > 1
             if is_shared and node.point is not None:
                 self.sliding.use_point(node.point)
-            self.unlock(node, kept_until_s=kept_until_s)
+            self.unlock(node)
         self.unlock(root)
 
     def insert(

@@ -78,9 +78,7 @@ class SlidingPages:
         self.num_evictable += node.num_holds == 0
         self._free_if_unused(node)
 
-    def make_point(
-        self, node: Node, num_needed: int, *, is_spare: bool = False, kept_until_s: float = 0.0
-    ) -> bool:
+    def make_point(self, node: Node, num_needed: int, *, is_spare: bool = False) -> bool:
         """Keep what it takes to resume in a node's page, or note that it is used again.
 
         Returns whether there is a point: not where fewer than `num_needed` sliding pages are left
@@ -97,7 +95,6 @@ class SlidingPages:
         elif not is_spare:
             self._use(point)
         self._claim(point, window)
-        point.kept_until_s = max(point.kept_until_s, kept_until_s)
         return True
 
     def move_point(self, node: Node, target: Node) -> None:

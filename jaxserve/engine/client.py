@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar
 
 from jaxserve.engine.inbox import Abort, Ask, Inbox, Stop, Submit
@@ -81,7 +81,7 @@ class OutputStream:
             token_ids += event.token_ids
             logprobs += event.logprobs
             self._events.popleft()
-        return TokenOutput(self.request_id, tuple(token_ids), tuple(logprobs))
+        return replace(first, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
     def abort(self, reason: EndedBy = "abort") -> None:
         """Ask for the sequence's end; its terminal event still arrives. Idempotent."""

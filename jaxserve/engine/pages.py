@@ -148,7 +148,7 @@ class Pages:
         while request.sliding_pages and request.sliding_start < first:
             self._drop_first(request)
 
-    def release(self, request: Request, kept_until_s: float) -> None:
+    def release(self, request: Request) -> None:
         """Take back all pages of a request, and its locks on the tree.
 
         A step in flight may still write one of the pages. The device works in order, and the next
@@ -158,7 +158,7 @@ class Pages:
             self._drop_first(request)
         self.pool.release(request.own_pages)
         if request.root is not None:
-            self.tree.unlock_path(request.root, request.path, kept_until_s)
+            self.tree.unlock_path(request.root, request.path)
         request.root, request.pages, request.path = None, [], []
 
     def check_integrity(self, running: Iterable[Request]) -> None:

@@ -176,16 +176,21 @@ class Prefixes:
 
     def leave(self, request: Request, now_s: float) -> None:
         """Enter all pages of a request that ends, make its last points, and give all back."""
-        kept_until_s = now_s + self._session_grace_s if request.session else 0.0
         if self._reuses_prefixes:
             beyond = self._leave_pages(request)
+            if beyond is not None:  # used by this one as well, and by its session
+                self._tree.lock(beyond, request.session)
+                self._tree.unlock(beyond)
             self._points.make(request)
-            self._points.make_last(request, beyond, kept_until_s)
-        self._pages.release(request, kept_until_s)
+            self._points.make_last(request, beyond)
+        self._pages.release(request)
+        if request.session is not None:
+            ids = request.known_ids(0, request.num_keepable_tokens)
+            self.keep_longer(request.cache_salt, ids, now_s)
 
-    def keep_until(self, salt: str | None, ids: tuple[int, ...], kept_until_s: float) -> None:
-        """Keep what is cached of these ids, and the last point in it, at least so long."""
-        self._tree.keep(salt, ids, kept_until_s)
+    def keep_longer(self, salt: str | None, ids: tuple[int, ...], now_s: float) -> None:
+        """Keep what is cached of these ids for the sessions' grace."""
+        self._tree.keep(salt, ids, now_s + self._session_grace_s)
 
     # Inside
 

@@ -52,21 +52,19 @@ class ResumePoints:
             needed = self._num_needed(index, position)
             self._sliding.make_point(request.path[index], needed, is_spare=is_spare)
 
-    def make_last(self, request: Request, beyond: Node | None, kept_until_s: float) -> None:
+    def make_last(self, request: Request, beyond: Node | None) -> None:
         """Make a point where a request ends, or else at the end of its last whole page.
 
         `beyond` is another's node that has its last ids.
         """
         num_kept, end = request.num_kept_pages, request.num_keepable_tokens
-        if beyond is not None and self._sliding.make_point(
-            beyond, self._num_needed(num_kept, end), kept_until_s=kept_until_s
-        ):
+        if beyond is not None and self._sliding.make_point(beyond, self._num_needed(num_kept, end)):
             return
         position = min(end, num_kept * self._page_size)
         if position:
             index = (position - 1) // self._page_size
             needed = self._num_needed(index, position)
-            self._sliding.make_point(request.path[index], needed, kept_until_s=kept_until_s)
+            self._sliding.make_point(request.path[index], needed)
 
     def _num_needed(self, index: int, position: int) -> int:
         """Return the sliding pages that computing `position` reads, up to page `index`."""

@@ -57,7 +57,6 @@ class Scheduler:
         self._max_model_len = sizes.max_model_len
         self._buckets = sizes.extend_buckets
         self._prefill_stall_factor = prefill_stall_factor
-        self._session_grace_s = session_grace_s
         self.pages = Pages(sizes)
         self._prefixes = Prefixes(
             self.pages, reuses_prefixes=reuses_prefixes, session_grace_s=session_grace_s
@@ -164,11 +163,13 @@ class Scheduler:
                 continue
             num_kept += 1
             request.output_ids.append(token_id)
+            num_cached = None
             if request.first_token_s is None:
                 request.first_token_s = now_s
+                num_cached = request.num_cached_tokens
             num_top = request.sampling.num_logprobs
             told = () if num_top is None or scored is None else (scored.cut(num_top),)
-            events.append(TokenOutput(request.request_id, (token_id,), told))
+            events.append(TokenOutput(request.request_id, (token_id,), told, num_cached))
             self._prefixes.keep(request)
             if token_id in request.sampling.stop_token_ids:
                 events.append(self._finish(request, "stop", now_s))
@@ -226,7 +227,7 @@ class Scheduler:
 
     def keep(self, salt: str | None, ids: tuple[int, ...], now_s: float) -> None:
         """Keep what is cached of these ids as long as what a session leaves."""
-        self._prefixes.keep_until(salt, ids, now_s + self._session_grace_s)
+        self._prefixes.keep_longer(salt, ids, now_s)
 
     # Planning a step
 

@@ -156,12 +156,13 @@ class AnswerWriter:
     def _timings(self) -> Timings:
         """Tell the times of a generation that has ended."""
         usage = self._usage()
+        num_prompt = usage.prompt_tokens - usage.cached_tokens if self.generation.has_started else 0
         started_s, first_token_s, ended_s = self.generation.times_s()
         return Timings(
             queue_s=started_s,
             prompt_s=first_token_s - started_s,
             predicted_s=ended_s - first_token_s,
             num_cached=usage.cached_tokens,
-            num_prompt=usage.prompt_tokens - usage.cached_tokens,
+            num_prompt=num_prompt,
             num_predicted=usage.completion_tokens,
         )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.prompts import EncodedPrompt, chat_prompt
-from jaxserve.http.sequences import prompt_limit
+from jaxserve.http.sequences import prompt_limit, prompt_room
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.turns import MAX_TURN_BYTES, TurnMemory, spoken_as
 from jaxserve.openai.messages import Conversation
@@ -39,6 +39,7 @@ class Chats:
             model,
             trusts_template=self._config.trust_request_chat_template,
             turns=self._turns.find(options.cache_salt, said),
+            room=prompt_room(options, model, ChatAnswer),
             keep=prompt_limit(options, model, ChatAnswer),
             must_fit=must_fit,
         )
@@ -72,6 +73,10 @@ class Chats:
             text = conversation.messages[-1].text + text
         key = spoken_as(text, choice.call_ids)
         self._turns.remember(sequence.cache_salt, key, sequence.prompt_ids, ids, tokenizer)
+
+    def forget(self) -> None:
+        """Forget all answers."""
+        self._turns.forget()
 
     def _stripped(self, conversation: Conversation) -> Conversation:
         """Leave out of system messages what the settings drop."""

@@ -112,6 +112,7 @@ class Generation:
         self._num_samples = num_samples
         self._on_answer = on_answer
         self._stats: list[RequestStats | None] = [None] * len(requests)
+        self._num_cached: list[int | None] = [None] * len(requests)
         self._reasons = ["abort"] * len(requests)
         self._streams = engine.submit(requests)
         self._timer = (
@@ -171,9 +172,13 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those that did not have to be computed: of each prompt, by its first sample, if ended."""
-        first_stats = self._stats[:: self._num_samples]
-        return sum(stats.num_cached_tokens for stats in first_stats if stats is not None)
+        """Those that did not have to be computed: of each prompt, as its first sample tells."""
+        return sum(number or 0 for number in self._num_cached[:: self._num_samples])
+
+    @property
+    def has_started(self) -> bool:
+        """Whether any sequence that has ended was begun."""
+        return any(stats is not None and stats.queue_s is not None for stats in self._stats)
 
     def times_s(self) -> tuple[float, float, float]:
         """Tell when the first sequence started, the first token came, and the last sequence ended.
@@ -181,9 +186,10 @@ class Generation:
         Seconds from the submission on, ascending; all sequences have ended.
         """
         stats = [each for each in self._stats if each is not None]
-        started_s = min((s.queue_s for s in stats if s.queue_s is not None), default=0.0)
-        first_s = min((s.ttft_s for s in stats if s.ttft_s is not None), default=started_s)
-        return started_s, first_s, max((s.total_s for s in stats), default=first_s)
+        ended_s = max((s.total_s for s in stats), default=0.0)
+        started_s = min((s.queue_s for s in stats if s.queue_s is not None), default=ended_s)
+        first_s = min((s.ttft_s for s in stats if s.ttft_s is not None), default=ended_s)
+        return started_s, first_s, ended_s
 
     def _is_due(self, index: int, event: TokenOutput | RequestFinished) -> bool:
         choice = self._choices[index]
@@ -195,6 +201,8 @@ class Generation:
         if isinstance(event, RequestFinished):
             return self._end(index, event)
         choice = self._choices[index]
+        if self._num_cached[index] is None:
+            self._num_cached[index] = event.num_cached_tokens
         # Until the engine has seen the abort, ids still come after a stop string.
         if choice.is_stopped:
             return None
@@ -206,6 +214,7 @@ class Generation:
     def _end(self, index: int, event: RequestFinished) -> Ending:
         choice = self._choices[index]
         self._stats[index] = event.stats
+        self._num_cached[index] = event.stats.num_cached_tokens
         is_late = choice.cut_by in ("timeout", "repetition")
         parts = choice.finish(is_cut=is_late or event.reason != "stop")
         if is_late:

@@ -40,12 +40,14 @@ async def chat_prompt(
     *,
     trusts_template: bool,
     turns: Sequence[Turn] = (),
+    room: int = 0,
     keep: int | None = None,
     must_fit: bool = False,
 ) -> EncodedPrompt:
     """Render and tokenize a conversation; its ids start with exactly one BOS.
 
-    `trusts_template`: it may bring a template of its own. `turns` may be the model's turns in it.
+    `trusts_template`: it may bring a template of its own. `turns` may be the model's turns in it;
+    they take no more tokens than there is `room` for, where the usual ones would not.
     Only the last `keep` tokens count; None: all. `must_fit`: it is to be answered within the
     context.
     """
@@ -62,7 +64,8 @@ async def chat_prompt(
     def run() -> EncodedPrompt:
         text, ids = render_conversation(conversation, model, check)
         if turns:
-            ids = restore(ids, turns, model.tokenizer)
+            restored = restore(ids, turns, model.tokenizer)
+            ids = restored if len(restored) <= max(room, len(ids)) else ids
         prompt = _truncated(EncodedPrompt(text, tuple(ids)), keep)
         check_ids(prompt.token_ids, model, param="messages", must_fit=must_fit)
         return prompt

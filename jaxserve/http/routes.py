@@ -226,6 +226,7 @@ class Endpoints:
     async def flush_cache(self, http: HttpRequest) -> Response:
         """Drop every cached prefix that no request uses."""
         parse_flush(await self._body(http, may_be_empty=True))
+        self._chats.forget()
         return _json({"pages": await self._engine.flush_cache()})
 
     async def check_grammar(self, http: HttpRequest) -> Response:

@@ -62,8 +62,13 @@ def prompt_limit(options: GenerationOptions, model: ServedModel, kind: type[Answ
     """Return how many of a prompt's last tokens count; None: all."""
     if options.truncate_prompt_tokens != -1:
         return options.truncate_prompt_tokens
+    return max(prompt_room(options, model, kind), 1)
+
+
+def prompt_room(options: GenerationOptions, model: ServedModel, kind: type[Answer]) -> int:
+    """Return how many tokens of the context an answer's budget leaves to a prompt."""
     budget = kind.default_max_tokens if options.max_tokens is None else options.max_tokens
-    return max(model.max_model_len - max(budget or 0, options.min_tokens, 1), 1)
+    return model.max_model_len - max(budget or 0, options.min_tokens, 1)
 
 
 def derive_seed(seed: int, sample: int) -> int:

@@ -2,9 +2,9 @@
 
 A client sends the model's turns back with the next request, and a text's usual ids need not be
 those that were generated: the prompt would part from the cached one at the first such token. So
-what was generated is remembered by the message that it became, and stands in for its usual ids
-wherever a new prompt has the same bytes, and the same control tokens among them, at the same place.
-A prompt's text never changes by it.
+what was generated is remembered by the message that it became and the ids that came before it. It
+stands in for its usual ids where a new prompt has the same ids before it, and then the same bytes,
+with the same control tokens among them. A prompt's text never changes by it.
 
 Bounded, the least recently used is forgotten first; a salt's turns are known to that salt alone.
 Event loop only, but for `restore` and `turn_starts`, which are pure.
@@ -23,21 +23,21 @@ MAX_TURN_BYTES = 16 << 20
 
 # A template opens the model's turn with a control token and a few words: a longer opening has none.
 _MAX_OPENING = 64
-_ENTRY_BYTES = 400
+_ENTRY_BYTES = 600
 _MAX_PLACES = 256  # of one text: an agent that says "done" says it often
 _FIRST_CONTROL = 0x10000
-
-_Key = tuple[str | None, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A turn from the control token that opens it to its last generated id.
 
-    `start` is the position of its first id, in the prompt it was generated for as in those to come.
+    `start` is the position of its first id, in the prompt it was generated for as in those to come;
+    `before` is a digest of the ids in front of it.
     """
 
     start: int
+    before: bytes
     ids: "array[int]"
 
 
@@ -47,7 +47,7 @@ class TurnMemory:
     def __init__(self, max_bytes: int = MAX_TURN_BYTES) -> None:
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._by_message: OrderedDict[_Key, dict[int, Turn]] = OrderedDict()
+        self._by_message: OrderedDict[bytes, dict[bytes, Turn]] = OrderedDict()
 
     def remember(
         self,
@@ -61,18 +61,24 @@ class TurnMemory:
         start = _opening(prompt_ids, tokenizer)
         if start is None or not output_ids:
             return
-        turn = Turn(start, array("i", (*prompt_ids[start:], *output_ids)))
+        before = _digest(array("i", prompt_ids[:start]).tobytes())
+        turn = Turn(start, before, array("i", (*prompt_ids[start:], *output_ids)))
         key = _key(salt, message)
         known = self._by_message.pop(key, {})
         self._num_bytes -= _size(known)
-        known.pop(start, None)
-        known[start] = turn
+        known.pop(before, None)
+        known[before] = turn
         if len(known) > _MAX_PLACES:
             del known[next(iter(known))]
         self._by_message[key] = known
         self._num_bytes += _size(known)
         while self._num_bytes > self._max_bytes:
             self._num_bytes -= _size(self._by_message.popitem(last=False)[1])
+
+    def forget(self) -> None:
+        """Forget all turns."""
+        self._by_message.clear()
+        self._num_bytes = 0
 
     def find(self, salt: str | None, messages: Iterable[str]) -> list[Turn]:
         """Return the turns that became one of these messages (`spoken_as`)."""
@@ -108,6 +114,8 @@ def restore(ids: Sequence[int], turns: Iterable[Turn], tokenizer: Tokenizer) -> 
     restored = list(ids)
     # In order: a turn is where it was only once all turns before it are as they were.
     for turn in sorted(turns, key=lambda turn: turn.start):
+        if _digest(array("i", restored[: turn.start]).tobytes()) != turn.before:
+            continue
         end = _end_of_same(restored, turn, tokenizer)
         if end is not None:
             restored[turn.start : end] = turn.ids
@@ -122,7 +130,10 @@ def _opening(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> int | None:
 
 
 def _end_of_same(ids: Sequence[int], turn: Turn, tokenizer: Tokenizer) -> int | None:
-    """Find where the ids from the turn's start on have spelled what it does; None: nowhere."""
+    """Find where the ids from the turn's start on have spelled what it does; None: nowhere.
+
+    A control token follows there, or nothing: else it is only the beginning of another turn.
+    """
     expected = "".join(_spelling(token_id, tokenizer) for token_id in turn.ids)
     at = 0
     for i in range(turn.start, len(ids)):
@@ -131,7 +142,8 @@ def _end_of_same(ids: Sequence[int], turn: Turn, tokenizer: Tokenizer) -> int | 
             return None
         at += len(spelling)
         if at == len(expected):
-            return i + 1
+            is_end = i + 1 == len(ids) or ids[i + 1] in tokenizer.special_ids
+            return i + 1 if is_end else None
     return None
 
 
@@ -146,9 +158,13 @@ def _spelling(token_id: int, tokenizer: Tokenizer) -> str:
     return chr(piece) if isinstance(piece, int) else piece.encode().decode("latin-1")
 
 
-def _key(salt: str | None, message: str) -> _Key:
-    return salt, blake2b(message.encode(), digest_size=16).digest()
+def _key(salt: str | None, message: str) -> bytes:
+    return _digest(f"{'' if salt is None else salt}\0{message}".encode())
 
 
-def _size(turns: dict[int, Turn]) -> int:
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+def _size(turns: dict[bytes, Turn]) -> int:
     return sum(_ENTRY_BYTES + turn.ids.itemsize * len(turn.ids) for turn in turns.values())

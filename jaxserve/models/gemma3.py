@@ -30,7 +30,7 @@ def read_config(config: Fields) -> ModelConfig:
         vocab_size=text.integer("vocab_size"),
         model_dim=text.integer("hidden_size"),
         layers=tuple(_read_layer(text, i, kind) for i, kind in enumerate(kinds)),
-        window=text.integer("sliding_window"),
+        window=text.integer("sliding_window", minimum=2),
         norm_eps=text.number("rms_norm_eps"),
         attention_scale=text.number("query_pre_attn_scalar") ** -0.5,
         has_v_norm=False,

@@ -27,7 +27,7 @@ def read_config(config: Fields) -> ModelConfig:
         vocab_size=text.integer("vocab_size"),
         model_dim=text.integer("hidden_size"),
         layers=tuple(_read_layer(text, i, kinds) for i in range(num_layers)),
-        window=text.integer("sliding_window"),
+        window=text.integer("sliding_window", minimum=2),
         norm_eps=text.number("rms_norm_eps"),
         attention_scale=1.0,  # queries and keys are normed
         has_v_norm=True,

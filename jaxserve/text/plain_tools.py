@@ -75,7 +75,9 @@ def _plain(message: _Message, names: Mapping[str, str]) -> str:
         f"{CALL_FENCE}\n{_json(call['function'])}\n{FENCE_END}"
         for call in message.get("tool_calls", ())
     ]
-    return "\n".join([text, *blocks] if text else blocks)
+    # A model that ended its line before a block gets its own words back.
+    separator = "" if not text or text.endswith("\n") or not blocks else "\n"
+    return text + separator + "\n".join(blocks)
 
 
 def _text(message: _Message) -> str:

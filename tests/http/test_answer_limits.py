@@ -25,6 +25,13 @@ async def test_a_timeout_tells_what_there_is(serve_gemma4: Serve) -> None:
     assert not engine.live
 
 
+async def test_a_timeout_in_the_queue_was_all_waiting(serve: Serve) -> None:
+    reply = await post(serve(FakeEngine(Script(end=None))), CHAT, {**HI, "timeout_s": 0.01})
+    timings = reply.json["timings"]
+    assert (timings["queue_ms"], timings["prompt_ms"], timings["predicted_ms"]) == (3, 0, 0)
+    assert (timings["cache_n"], timings["prompt_n"], timings["predicted_n"]) == (0, 0, 0)
+
+
 async def test_a_timeout_spares_what_has_ended(serve_gemma4: Serve) -> None:
     engine = FakeEngine(Script.say("a"), Script(steps=(ids("b"),), end=None))
     choices = (await post(serve_gemma4(engine), CHAT, {**HI, "n": 2, "timeout_s": 0.05})).json[

@@ -78,11 +78,13 @@ async def test_tools_are_told_behind_the_operators_words(serve: Serve) -> None:
     assert (await prompt(serve, USER, tools=TOOLS)).startswith("<bos>[system]You can call tools.")
 
 
-async def test_calls_and_results_are_text_of_turns(serve: Serve) -> None:
+@pytest.mark.parametrize("content", ["Wait.", "Wait.\n"])
+async def test_calls_and_results_are_text_of_turns(serve: Serve, content: str) -> None:
+    """A model that ended its line before a block gets its own words back."""
     call = calling('{"room": "x", "level": 1.50}')
     said = 'x\n```\n[user]"'
     text = await prompt(
-        serve, USER, {**call, "content": "Wait."}, result(said), {**USER, "content": "And?"}
+        serve, USER, {**call, "content": content}, result(said), {**USER, "content": "And?"}
     )
     assert text == (
         "<bos>[user]hi[assistant]Wait.\n"

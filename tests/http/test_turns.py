@@ -321,33 +321,66 @@ async def test_later_requests_may_go_on_from_where_each_turn_began() -> None:
     assert all(request.prompt_ids[: len(prompt)] == prompt for prompt in prompts)
 
 
-def turn_of(start: int, text: str) -> Turn:
-    return Turn(start, restore_ids(105, *(TOKENIZER.token_id(letter) or 0 for letter in text)))
+async def test_a_flush_forgets_the_turns_too() -> None:
+    ids = said(19)
+    engine = replying(ids)
+    app = serve(engine)
+    text = await answer(app, [HI])
+    history = [HI, {"role": "assistant", "content": text}, NEXT]
+    await post(app, "/v1/cache/flush", {})
+    await answer(app, history)
+    assert engine.prompts[1] == await plain_ids(history)
 
 
-def restore_ids(*ids: int) -> Any:
+async def test_a_prompt_that_would_not_fit_with_the_generated_ids_has_its_usual_ones() -> None:
+    ids = said(20)
+    engine = replying(ids)
+    app = serve(engine)
+    text = await answer(app, [HI])
+    history = [HI, {"role": "assistant", "content": text}, NEXT]
+    usual = await plain_ids(history)
+    room = MODEL.max_model_len - len(usual)
+    await answer(app, history, max_tokens=room)
+    assert engine.prompts[1] == usual
+    await answer(app, history, max_tokens=room // 2)
+    assert len(engine.prompts[2]) > len(usual)
+
+
+def turn_of(text: str, *before: int) -> Turn:
+    """A turn behind some ids, each of its characters a token."""
     memory = TurnMemory()
-    memory.remember(None, "x", ids[:1], ids[1:], TOKENIZER)
+    letters = [TOKENIZER.token_id(letter) or 0 for letter in text]
+    memory.remember(None, "x", (*before, 105), letters, TOKENIZER)
     [turn] = memory.find(None, ["x"])
-    return turn.ids
+    return turn
 
 
 def test_text_that_spells_a_control_token_does_not_become_one() -> None:
     letters = [TOKENIZER.token_id(letter) or 0 for letter in "<|turn>cat"]
-    assert restore([7, *letters], [turn_of(1, "cat")], TOKENIZER) == [7, *letters]
+    assert restore([7, *letters], [turn_of("cat", 7)], TOKENIZER) == [7, *letters]
     [a, c, t] = [TOKENIZER.token_id(letter) or 0 for letter in "act"]
     cat = TOKENIZER.encode("cat", add_special_tokens=False)
     assert cat != [c, a, t]
-    assert restore([7, 105, *cat, END], [turn_of(1, "cat")], TOKENIZER) == [7, 105, c, a, t, END]
+    assert restore([7, 105, *cat, END], [turn_of("cat", 7)], TOKENIZER) == [7, 105, c, a, t, END]
     # Nor does a control token become text.
     ended = [7, 105, c, END]
-    assert restore(ended, [turn_of(1, "c<turn|>")], TOKENIZER) == ended
-    assert restore([7, 105], [turn_of(1, "cat")], TOKENIZER) == [7, 105]
-    assert restore([7], [turn_of(1, "cat")], TOKENIZER) == [7]
+    assert restore(ended, [turn_of("c<turn|>", 7)], TOKENIZER) == ended
+    assert restore([7, 105], [turn_of("cat", 7)], TOKENIZER) == [7, 105]
+    assert restore([7], [turn_of("cat", 7)], TOKENIZER) == [7]
+
+
+def test_a_turn_stands_in_only_as_a_whole_and_behind_what_it_came_behind() -> None:
+    cat = TOKENIZER.encode("cat", add_special_tokens=False)
+    [a, c, t] = [TOKENIZER.token_id(letter) or 0 for letter in "act"]
+    assert restore([8, 105, *cat, END], [turn_of("cat", 7)], TOKENIZER) == [8, 105, *cat, END]
+    cats = [*cat, t, END]
+    assert restore([7, 105, *cats], [turn_of("cat", 7)], TOKENIZER) == [7, 105, *cats]
+    both = [turn_of("cat", 7), turn_of("catt", 7)]
+    assert restore([7, 105, *cats], both, TOKENIZER) == [7, 105, c, a, t, t, END]
 
 
 def test_the_least_recently_used_turns_are_forgotten() -> None:
-    memory, word = TurnMemory(max_bytes=3 * 500), PLAIN[0]
+    memory, word = TurnMemory(max_bytes=3 * 700), PLAIN[0]
     for text in ("a", "b", "c"):
         memory.remember(None, text, (2, 105, word), (word,) * 10, TOKENIZER)
     assert [len(memory.find(None, [text])) for text in "abc"] == [1, 1, 1]

@@ -272,11 +272,12 @@ class RadixMachine(RuleBasedStateMachine):
             self.insert(sequence, len(sequence.path), end)
         if sequence.path and end >= len(sequence.path) * SIZE:
             last = sequence.path[-1]
-            self.tree.sliding.make_point(last, 1, kept_until_s=kept_until_s)
+            self.tree.sliding.make_point(last, 1)
         for index in sorted(sequence.window):
             self.drop(sequence, index)
         self.pool.release(sequence.own)
-        self.tree.unlock_path(sequence.root, sequence.path, kept_until_s)
+        self.tree.unlock_path(sequence.root, sequence.path)
+        self.tree.keep(sequence.salt, tuple(sequence.ids[:end]), kept_until_s)
 
     @rule(seconds=st.sampled_from([1.0, 10.0]))
     def wait(self, seconds: float) -> None:

@@ -247,3 +247,32 @@ def test_what_is_kept_outlasts_what_was_used_later(age_s: float, is_kept: bool) 
     for i in range(5):
         generate(engine, str(i), random_ids(rng, 40), 1)
     assert (generate(engine, "result", (*kept, *answer, 5), 1)[1] > 0) == is_kept
+
+
+@pytest.mark.parametrize("goes_on_from", ["prompt", "answer"])
+def test_a_session_goes_on_from_its_prompt_or_its_answer(goes_on_from: str) -> None:
+    clock, rng = FakeClock(), random.Random(9)
+    engine = SteppedEngine(
+        FakeRunner(num_pages=90, num_sliding_pages=30, window=8, max_model_len=128, clock=clock)
+    )
+    prompt = random_ids(rng, 40)
+    answer, _ = generate(engine, "session", prompt, 40, session="s")
+    for i in range(12):
+        generate(engine, str(i), random_ids(rng, 12), 1)
+    known = prompt if goes_on_from == "prompt" else (*prompt, *answer[:-1])
+    _, num_cached = generate(engine, "next", (*known, *random_ids(rng, 3)), 1, session="s")
+    assert num_cached >= len(known) - 1
+
+
+def test_a_last_page_that_another_request_left_is_the_sessions_as_well() -> None:
+    clock, rng = FakeClock(), random.Random(10)
+    engine = SteppedEngine(FakeRunner(num_pages=41, window=8, max_model_len=96, clock=clock))
+    prompt = random_ids(rng, 38)
+    generate(engine, "nobody", prompt, 4)
+    answer, _ = generate(engine, "x", prompt, 4, session="x")
+    generate(engine, "y", prompt, 4, session="y")
+    assert engine.scheduler.release_session("x") == 0
+    for i in range(5):
+        generate(engine, str(i), random_ids(rng, 40), 1)
+    _, num_cached = generate(engine, "next", (*prompt, *answer[:-1], 5), 1)
+    assert num_cached == len(prompt) + len(answer) - 1
