@@ -252,6 +252,7 @@ class _Server:
             prefill_stall_factor=config.prefill_stall_factor,
             reuses_prefixes=not config.no_prefix_cache,
             session_grace_s=config.session_grace_s,
+            forces_runs=not config.no_forced_runs,
         )
         on_compile(self._metrics.serving_compiles.inc)
         grammar_folder = self._cache_dir / "grammars"
@@ -320,6 +321,7 @@ def make_grammars(
             memory_bytes=config.grammar_compile_bytes,
         ),
         vocabulary,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         vocab_size=vocab_size,
         arena_rows=loaded.runner.arena_rows,
     )
@@ -331,6 +333,7 @@ def make_scheduler(
     prefill_stall_factor: float,
     reuses_prefixes: bool = True,
     session_grace_s: float = 60.0,
+    forces_runs: bool = True,
 ) -> Scheduler:
     """Return a scheduler for a loaded model, with the warm-up's durations as first estimates."""
     scheduler = Scheduler(
@@ -338,6 +341,7 @@ def make_scheduler(
         prefill_stall_factor=prefill_stall_factor,
         reuses_prefixes=reuses_prefixes,
         session_grace_s=session_grace_s,
+        forces_runs=forces_runs,
     )
     for program, duration_s in loaded.warm_up_s.items():
         if isinstance(program, DecodeBucket):

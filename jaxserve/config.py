@@ -85,6 +85,12 @@ class ServeConfig:
         metavar="SIZE",
         type=size_in_bytes,
     )
+    no_forced_runs: bool = flag(
+        "sample every token of guided answers, also those that a grammar leaves no choice about;"
+        " the answers are the same",
+        False,
+        action="store_true",
+    )
     grammar_compile_s: float = flag(
         "CPU seconds that compiling one grammar may take; what takes more is refused",
         2.0,

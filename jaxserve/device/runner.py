@@ -15,7 +15,13 @@ import numpy as np
 from jax.stages import Compiled, Lowered
 
 from jaxserve.device import logprobs, programs
-from jaxserve.device.adjustments import PIECE_SIZE, padding_piece, table_pieces, write_piece
+from jaxserve.device.adjustments import (
+    PIECE_SIZE,
+    counting_pieces,
+    padding_piece,
+    table_pieces,
+    write_piece,
+)
 from jaxserve.device.arena import Arena, Words, Write, row_words, strided
 from jaxserve.device.buckets import (
     DecodeBucket,
@@ -272,6 +278,21 @@ class ModelRunner:
             end_position=end_position if guidance.ensures_complete else 0,
         )
         return True
+
+    def set_grammar_state(self, slot: int, state: int) -> None:
+        """Set the grammar's state that the slot's next extend samples in."""
+        self._host_rows.set_grammar_state(slot, state)
+
+    def count_tokens(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Note generated ids that no decode takes in; `output_ids` are all so far."""
+        for piece in counting_pieces(slot, sampling, token_ids, output_ids):
+            self._write_table(piece)
 
     def write_masks(self, masks: Sequence[tuple[int, Words]]) -> None:
         """Set the masks of slots for their next token; bit b of word w is token 32·w + b."""
