@@ -299,7 +299,9 @@ def tiny_model() -> Iterator[Path]:
             for source in spec.sources
         }
         save_file(tensors, folder / "model.safetensors")
-        vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f" word{i}": i for i in range(3, 1024)}
+        vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2}
+        vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+        vocab |= {f" word{i}": i for i in range(259, 1024)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
         decoders = [Replace("\u2581", " "), ByteFallback(), Fuse()]
         tokenizer.decoder = tokenizers.decoders.Sequence(decoders)

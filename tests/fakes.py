@@ -84,9 +84,7 @@ class FakeGuide:
 
 def fake_guidance(forced: Mapping[int, int], end_ids: Iterable[int] = ()) -> Guidance:
     """Make a grammar of an answer that forces the ids at these places."""
-    return Guidance(
-        grammar=Grammar(start=lambda: FakeGuide(forced)), end_ids=frozenset(end_ids)
-    )
+    return Guidance(grammar=Grammar(start=lambda: FakeGuide(forced)), end_ids=frozenset(end_ids))
 
 
 def fake_generate(

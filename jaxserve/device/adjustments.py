@@ -211,9 +211,7 @@ def counting_pieces(
         for token_id in ids.tolist()
     ]
     tail = _tail(sampling, output_ids)
-    return [
-        _piece(slot, False, 0.0, ids, count.astype(np.int32), np.array(bias, np.float32), tail)
-    ]
+    return [_piece(slot, False, 0.0, ids, count.astype(np.int32), np.array(bias, np.float32), tail)]
 
 
 def _tail(sampling: SamplingParams, output_ids: Sequence[int]) -> Int32Array:

@@ -70,7 +70,7 @@ class Request:
             token, where the device does not do without.
         num_told_tokens: output ids that are published.
         num_forced_tokens: output ids that became known without a step of their own.
-        foreseen_place: of the id in flight among the output ids, where it is known already; else -1.
+        foreseen_place: of the id in flight among the output ids, if it is known already; else -1.
     """
 
     request_id: str

@@ -403,9 +403,7 @@ class Scheduler:
         self._prefixes.take(batch, request, found)
         if request.admitted_s is None:
             request.admitted_s = batch.now_s
-            request.num_cached_tokens = min(
-                request.num_computed_tokens, request.num_prompt_tokens
-            )
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             if looks_up:
                 batch.num_looked_up += request.num_prompt_tokens
                 batch.num_cached += request.num_cached_tokens

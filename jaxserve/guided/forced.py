@@ -54,7 +54,7 @@ def canonical(
     ids, which_F = np.unique(id_S[state_F], return_inverse=True)
     own_KW = np.zeros((len(ids), tables.masks_DW.shape[1]), np.uint32)
     own_KW[np.arange(len(ids)), ids >> 5] = np.uint32(1) << (ids & 31).astype(np.uint32)
-    mask_id_S = tables.mask_id_S.copy()
+    mask_id_S = tables.mask_id_S.astype(np.intp)
     mask_id_S[state_F] = len(tables.masks_DW) + which_F
     used, mask_id_S = np.unique(mask_id_S, return_inverse=True)
     made = replace(

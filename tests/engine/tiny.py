@@ -182,8 +182,10 @@ class Sizes:
 class TinyEngine:
     """The real loop, scheduler and runner, driven pass by pass in the test's own thread."""
 
-    def __init__(self, runner: Runner, sizes: Sizes | None = None) -> None:
-        self.scheduler = Scheduler(sizes or Sizes())
+    def __init__(
+        self, runner: Runner, sizes: Sizes | None = None, *, forces_runs: bool = True
+    ) -> None:
+        self.scheduler = Scheduler(sizes or Sizes(), forces_runs=forces_runs)
         self.inbox = Inbox()
         self.metrics = Metrics()
         self.events: list[OutputEvent] = []
@@ -259,9 +261,11 @@ class TinyEngine:
         return int(float(value.split()[-1]))
 
 
-def run_alone(runner: Runner, request: GenerationRequest) -> tuple[int, ...]:
+def run_alone(
+    runner: Runner, request: GenerationRequest, *, forces_runs: bool = True
+) -> tuple[int, ...]:
     """Return what a request gets that has the engine to itself."""
-    engine = TinyEngine(runner)
+    engine = TinyEngine(runner, forces_runs=forces_runs)
     engine.submit(request)
     engine.step()
     engine.run_until_idle()

@@ -100,10 +100,10 @@ def test_all_that_could_be_written_still_can_and_nothing_else(source: str) -> No
         assert _can_write(made.tables, text.encode())
     is_reached_S = distances(tables) < 1 << 20
     assert (distances(made.tables)[is_reached_S & (made.id_S >= 0)] < 1 << 20).all()
-    for state in np.flatnonzero(made.id_S >= 0):
+    for state in np.flatnonzero(made.id_S >= 0).tolist():
         assert allowed(made.tables, state) == {made.id_S[state]} <= allowed(tables, state)
         assert not tables.accepting_S[state]
-    for state in np.flatnonzero(made.id_S < 0):
+    for state in np.flatnonzero(made.id_S < 0).tolist():
         assert allowed(made.tables, state) == allowed(tables, state)
 
 

@@ -9,10 +9,10 @@ from jaxserve.errors import SchemaError
 from jaxserve.guided import regex
 from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.composing import literals
-from jaxserve.guided.json_automaton import any_value
+from jaxserve.guided.json_values import any_value
 from jaxserve.guided.token_tables import token_tables
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from tests.grammars import CONTROL_ID, END_ID, spelled, tiny_vocabulary, unpacked
+from tests.grammars import CONTROL_ID, END_ID, tiny_vocabulary, unpacked
 
 VOCABULARY = tiny_vocabulary()
 
