@@ -16,7 +16,7 @@ from jaxserve.guided.document import (
     kind_of,
 )
 from jaxserve.guided.number_ranges import Bound
-from jaxserve.guided.object_keywords import OBJECT_KEYWORDS
+from jaxserve.guided.objects import OBJECT_KEYWORDS
 from jaxserve.guided.schema_place import Place, Reader
 from jaxserve.guided.strings import Length
 
