@@ -68,14 +68,12 @@ class ForcedRuns:
         request.catch_up(guide)
         num_known, start = request.num_known_tokens, request.num_computed_tokens
         num_in_flight = request.num_sampled_tokens - len(request.output_ids)
-        limit = min(
-            request.sampling.max_tokens - 1 - len(request.output_ids),  # one more is sampled
-            start + self._buckets[0].tokens - num_known,
-            self._pages.can_cover(request) - num_known,
-        )
-        if limit <= num_in_flight:
+        num_more = request.sampling.max_tokens - 1 - len(request.output_ids)  # one is sampled
+        ids = guide.forced_ids(min(num_more, start + self._buckets[0].tokens - num_known))
+        if len(ids) <= num_in_flight:
             return None
-        ids = _up_to_end(request, guide.forced_ids(limit))
+        num_covered = max(self._pages.can_cover(request) - num_known, 0)
+        ids = _up_to_end(request, ids[:num_covered])
         num_saved = len(ids) - num_in_flight
         if num_saved < 1:
             return None

@@ -200,8 +200,8 @@ def _page_lines() -> Iterator[str]:
     yield "1), in a completion times `n`."
     yield ""
     yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md). Its"
-    yield '`grammar_path` is what kept the answers to their grammar, `"device"` or `"host"`; null: they'
-    yield "had none."
+    yield '`grammar_path` is what kept the answers to their grammar, `"device"` or `"host"`; null:'
+    yield "they had none."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"
