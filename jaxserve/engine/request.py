@@ -205,6 +205,20 @@ class Request:
         self.output_ids += token_ids
         self.num_sampled_tokens = max(self.num_sampled_tokens, len(self.output_ids))
 
+    def take(self, token_id: int) -> tuple[int, ...]:
+        """Take an id that was read, in order; return those to publish: with those that led to it.
+
+        Where it was known already, it is not asked what was sampled: that id, or the logits were no
+        numbers. What follows is computed from what is known.
+        """
+        start, place = self.num_told_tokens, self.foreseen_place
+        if place < 0:
+            place = len(self.output_ids)
+            self.output_ids.append(token_id)
+        self.foreseen_place = -1
+        self.num_told_tokens = place + 1
+        return tuple(self.output_ids[start : place + 1])
+
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the known ids at positions [start, end)."""
         num_prompt = len(self.prompt_ids)

@@ -174,8 +174,7 @@ class Scheduler:
         ):
             if request.status is RequestStatus.FINISHED:
                 continue
-            token_ids = self._known_with(request, token_id)
-            request.num_told_tokens += len(token_ids)
+            token_ids = request.take(token_id)
             num_told += len(token_ids)
             num_cached = None
             if request.first_token_s is None:
@@ -190,17 +189,6 @@ class Scheduler:
             elif len(request.output_ids) == request.sampling.max_tokens:
                 events.append(self._finish(request, "length", now_s))
         return num_told
-
-    def _known_with(self, request: Request, token_id: int) -> tuple[int, ...]:
-        """Return the ids to publish now that one was read: with those that led to it."""
-        start, place = request.num_told_tokens, request.foreseen_place
-        request.foreseen_place = -1
-        if place < 0:
-            request.output_ids.append(token_id)
-            return tuple(request.output_ids[start:])
-        # What was sampled there is that id, or logits were no numbers: what follows it is computed
-        # from what is known.
-        return tuple(request.output_ids[start : place + 1])
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
