@@ -239,6 +239,7 @@ class _Server:
             dtype=config.dtype,
             weights=config.weights,
             ple_dtype=config.ple_dtype,
+            kv_dtype=config.kv_dtype,
             max_model_len=config.max_model_len,
             max_batch=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,

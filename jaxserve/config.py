@@ -46,7 +46,8 @@ class ServeConfig:
     host: str = flag("address to listen on", "127.0.0.1")
     port: int = flag("port to listen on; 0 picks a free one", 8000)
     dtype: str = flag(
-        "of matrices and cache; auto: bfloat16 where the processor multiplies it, else float32",
+        "of matrices, products and, unless --kv-dtype says otherwise, the cache; auto: bfloat16"
+        " where the processor multiplies it, else float32",
         "auto",
         choices=("auto", "bfloat16", "float32"),
     )
@@ -61,6 +62,12 @@ class ServeConfig:
         " TPU where the table is",
         "auto",
         choices=("auto", "bf16", "int4"),
+    )
+    kv_dtype: str = flag(
+        "of cached keys and values; int8: half of bf16's bytes, rounded to 127 levels and a scale"
+        " for each token and head; auto: --dtype, which rounds nothing more",
+        "auto",
+        choices=("auto", "bf16", "int8"),
     )
     max_model_len: int | None = flag(
         "most tokens of prompt and output together; default: the model's own, or what fits",

@@ -196,6 +196,7 @@ def running_engine(
         dtype=dtype,
         weights="auto",
         ple_dtype="auto",
+        kv_dtype="auto",
         max_model_len=None,
         max_batch=max_batch,
         kv_cache_bytes=kv_cache_bytes,

@@ -59,6 +59,7 @@ def bench_step(arguments: argparse.Namespace) -> None:
         tokens_per_resume_point=8192,
         weights="auto",
         ple_dtype="auto",
+        kv_dtype="auto",
         grammar_bytes=128 << 20,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)

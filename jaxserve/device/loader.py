@@ -22,6 +22,7 @@ from jaxserve.device.runner import ModelRunner, StepProgram, lowerings, step_pro
 from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_cache import KVDtype
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
 from jaxserve.models.weights import Int4, LoadedParams, load_params
@@ -43,6 +44,7 @@ class LoadOptions:
     dtype: str
     weights: str
     ple_dtype: str
+    kv_dtype: str
     max_model_len: int | None
     max_batch: int
     kv_cache_bytes: int | None
@@ -71,7 +73,8 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     device = _find_device()
     dtype = _choose_dtype(options.dtype, device)
     config = load_config(folder)
-    _check_options(config, dtype, options, is_accelerator=device.platform != "cpu")
+    kv_dtype = _choose_kv_dtype(options.kv_dtype, dtype)
+    _check_options(config, kv_dtype, options, is_accelerator=device.platform != "cpu")
     loaded = load_params(
         folder,
         config,
@@ -81,7 +84,7 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
         ple_table=_choose_int4("--ple-dtype", options.ple_dtype, dtype, device),
     )
     loaded_s = time.perf_counter()
-    plan, budget = _make_plan(config, loaded, dtype, options, device)
+    plan, budget = _make_plan(config, loaded, dtype, kv_dtype, options, device)
     compiled = compile_all(
         lowerings(plan, config, loaded.params),
         lambda done, total: progress("compiling", done, total),
@@ -93,12 +96,13 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     runner = ModelRunner(loaded.params, config, plan, compiled)
     warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
     logger.info(
-        "%s on %s (%s%s): loaded in %.1f s, %d programs compiled or read from the cache in %.1f s,"
-        " warmed up in %.1f s",
+        "%s on %s (%s%s, KV %s): loaded in %.1f s, %d programs compiled or read from the cache in"
+        " %.1f s, warmed up in %.1f s",
         config.model_type,
         device.device_kind,
         dtype,
         "".join(f", {use} int4" for use in sorted(loaded.int4_uses)),
+        kv_dtype,
         loaded_s - started_s,
         len(compiled),
         compiled_s - loaded_s,
@@ -120,6 +124,12 @@ def _choose_dtype(dtype: str, device: jax.Device) -> str:
     return "bfloat16" if device.platform != "cpu" or _cpu_multiplies_bfloat16() else "float32"
 
 
+def _choose_kv_dtype(choice: str, dtype: str) -> KVDtype:
+    """Read --kv-dtype."""
+    choices: dict[str, KVDtype] = {"bf16": "bfloat16", "int8": "int8"}
+    return choices.get(choice) or ("bfloat16" if dtype == "bfloat16" else "float32")
+
+
 def _cpu_multiplies_bfloat16() -> bool:
     """Say whether this processor has bfloat16 products; those without emulate them, far slower."""
     try:
@@ -130,7 +140,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 def _check_options(
-    config: ModelConfig, dtype: str, options: LoadOptions, *, is_accelerator: bool
+    config: ModelConfig, kv_dtype: KVDtype, options: LoadOptions, *, is_accelerator: bool
 ) -> None:
     """Refuse, before the weights are read, what no weights could make fit."""
     longest, kv_bytes = options.max_model_len, options.kv_cache_bytes
@@ -138,7 +148,7 @@ def _check_options(
         raise ConfigError(
             f"--max-model-len {longest} exceeds the model's {config.max_position} positions"
         )
-    mix = _page_mix(config, dtype, options, is_accelerator=is_accelerator)
+    mix = _page_mix(config, kv_dtype, options, is_accelerator=is_accelerator)
     # One of them is the scratch page.
     if kv_bytes is not None and mix.num_pages(kv_bytes) < 2:
         raise ConfigError(
@@ -148,12 +158,12 @@ def _check_options(
 
 
 def _page_mix(
-    config: ModelConfig, dtype: str, options: LoadOptions, *, is_accelerator: bool
+    config: ModelConfig, kv_dtype: KVDtype, options: LoadOptions, *, is_accelerator: bool
 ) -> PageMix:
     longest = options.max_model_len or config.max_position
     return PageMix.of_model(
         config,
-        dtype,
+        kv_dtype,
         max_batch=options.max_batch,
         chunk_tokens=extend_buckets(longest, is_accelerator=is_accelerator)[-1].tokens,
         tokens_per_point=options.tokens_per_resume_point,
@@ -173,6 +183,7 @@ def _make_plan(
     config: ModelConfig,
     loaded: LoadedParams,
     dtype: str,
+    kv_dtype: KVDtype,
     options: LoadOptions,
     device: jax.Device,
 ) -> tuple[DevicePlan, MemoryBudget]:
@@ -183,6 +194,7 @@ def _make_plan(
     def plan_for(num_pages: int, num_sliding_pages: int, max_model_len: int) -> DevicePlan:
         return make_plan(
             dtype=dtype,
+            kv_dtype=kv_dtype,
             num_pages=num_pages,
             num_sliding_pages=num_sliding_pages,
             max_batch=options.max_batch,
@@ -211,7 +223,7 @@ def _make_plan(
         state_bytes=state_bytes,
         temp_bytes=temp_bytes,
         kv_bytes=kv_bytes,
-        mix=_page_mix(config, dtype, options, is_accelerator=is_accelerator),
+        mix=_page_mix(config, kv_dtype, options, is_accelerator=is_accelerator),
     )
     if options.max_model_len is None and budget.num_tokens < longest:
         longest = max(budget.num_tokens, 2)

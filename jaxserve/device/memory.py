@@ -6,9 +6,10 @@ It does arithmetic on bytes and knows no arrays.
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from jaxserve.device.plan import PAGE_SIZE, kv_bytes_per_page, pages_for
+from jaxserve.device.plan import PAGE_SIZE, pages_for
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_cache import KVDtype, bytes_per_page
 from jaxserve.models.windows import Windows
 
 GIB = 1 << 30
@@ -36,7 +37,7 @@ class PageMix:
     def of_model(
         cls,
         config: ModelConfig,
-        dtype: str,
+        kv_dtype: KVDtype,
         *,
         max_batch: int,
         chunk_tokens: int,
@@ -45,8 +46,8 @@ class PageMix:
         """Return the mix of a model, for so many rows and tokens of the largest chunk."""
         windows = Windows(page_size=PAGE_SIZE, window=config.window)
         return cls(
-            bytes_per_page=kv_bytes_per_page(config, dtype, "full"),
-            bytes_per_sliding_page=kv_bytes_per_page(config, dtype, "sliding"),
+            bytes_per_page=bytes_per_page(config, "full", PAGE_SIZE, kv_dtype),
+            bytes_per_sliding_page=bytes_per_page(config, "sliding", PAGE_SIZE, kv_dtype),
             num_working_pages=max_batch * windows.row_pages + pages_for(chunk_tokens),
             pages_per_point=windows.point_pages,
             tokens_per_point=tokens_per_point,

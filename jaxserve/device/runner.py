@@ -162,7 +162,7 @@ def _make_state(plan: DevicePlan, config: ModelConfig) -> DecodeState:
 
 
 def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
-    dtype = stored_dtype(plan.dtype, is_accelerator=plan.is_accelerator)
+    dtype = stored_dtype(plan.kv_dtype, is_accelerator=plan.is_accelerator)
     return make_cache(
         config,
         num_pages=plan.num_pages,

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.models.config import AttentionKind
-from jaxserve.models.kv_cache import from_stored, to_stored
+from jaxserve.models.kv_cache import LayerKV, from_stored, to_levels, to_stored
 from jaxserve.models.layers import pad_rows
 
 MASKED = -1e30
@@ -22,6 +23,9 @@ MASKED = -1e30
 
 SCRATCH_PAGE = 0
 """Where padding writes its keys and values; no sequence owns it."""
+
+Scales = tuple[jax.Array, jax.Array]
+"""Of int8 keys and of int8 values, [B, S]."""
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 """One under way: maximum [B, Q], sum of weights [B, Q], weighted values [B, Q, E]."""
@@ -62,12 +66,11 @@ class PagedRows:
 
 
 def write_pages(
-    pages_PZX: jax.Array, new_NX: jax.Array, rows: PagedRows, kind: AttentionKind
-) -> jax.Array:
-    """Return the pages with the rows' new keys (or values) [R·T, X] in their places."""
-    page_size = pages_PZX.shape[1]
+    pages: LayerKV, k_NKE: jax.Array, v_NKE: jax.Array, rows: PagedRows, kind: AttentionKind
+) -> LayerKV:
+    """Return the pages with the rows' new keys and values, of N ≥ R·T tokens, in their places."""
+    page_size = pages.k_PZX.shape[1]
     position_RT = rows.positions_RT
-    new_NX = new_NX[: position_RT.size]
     table_RM = rows.table_of(kind)
     page_RT = jnp.take_along_axis(table_RM, position_RT // page_size, axis=1, mode="clip")
     is_written_RT = jnp.arange(rows.block) < rows.num_valid_R[:, None]
@@ -75,28 +78,42 @@ def write_pages(
         is_written_RT &= position_RT >= rows.full_start_R[:, None]
     page_N = jnp.where(is_written_RT, page_RT, SCRATCH_PAGE).reshape(-1)
     offset_N = (position_RT % page_size).reshape(-1)
-    new_NX = to_stored(new_NX, pages_PZX.dtype)
-    return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
+    k_NKE, v_NKE = k_NKE[: page_N.size], v_NKE[: page_N.size]
+
+    def write(pages_PZX: jax.Array, new_NKE: jax.Array) -> jax.Array:
+        new_NX = to_stored(new_NKE.reshape(page_N.size, -1), pages_PZX.dtype)
+        return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
+
+    scale_P1J = pages.scale_P1J
+    if scale_P1J is not None:
+        k_NKE, k_scale_NK = to_levels(k_NKE)
+        v_NKE, v_scale_NK = to_levels(v_NKE)
+        new_NJ = jnp.concatenate([k_scale_NK, v_scale_NK], axis=1)
+        lane_NJ = offset_N[:, None] + page_size * jnp.arange(new_NJ.shape[1])
+        scale_P1J = scale_P1J.at[page_N[:, None], 0, lane_NJ].set(new_NJ, mode="promise_in_bounds")
+    return LayerKV(
+        k_PZX=write(pages.k_PZX, k_NKE), v_PZX=write(pages.v_PZX, v_NKE), scale_P1J=scale_P1J
+    )
 
 
 def attend(
     q_RTHE: jax.Array,
-    k_PZX: jax.Array,
-    v_PZX: jax.Array,
+    pages: LayerKV,
     rows: PagedRows,
     *,
     window: int | None,
     chunk_pages: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Attend to all stored keys up to each query's own position, float32 [R, T, H, E].
 
-    Queries are scaled already. A sliding layer (`window` keys, the query's own included) reads only
-    the pages that hold its rows' windows. Reads go in chunks of `chunk_pages` with a running
-    softmax, as many as the longest row needs; where one chunk holds whatever a row can need, there
-    is no loop.
+    Queries are scaled already; products have operands of `dtype`. A sliding layer (`window` keys,
+    the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
+    of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
+    whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
     """
     num_rows, block, num_heads, head_dim = q_RTHE.shape
-    page_size, num_kv_heads = k_PZX.shape[1], k_PZX.shape[2] // head_dim
+    page_size, num_kv_heads = pages.k_PZX.shape[1], pages.k_PZX.shape[2] // head_dim
     group = num_heads // num_kv_heads
     table_RM = rows.table_of("full" if window is None else "sliding")
     table_size = table_RM.shape[1]
@@ -111,21 +128,24 @@ def attend(
     chunk_pages = min(chunk_pages, most_pages)
 
     q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
-    q_BQE = q_RKTGE.reshape(num_rows * num_kv_heads, block * group, head_dim)
+    q_BQE = q_RKTGE.reshape(num_rows * num_kv_heads, block * group, head_dim).astype(dtype)
     position_RQ = jnp.repeat(rows.positions_RT, group, axis=1)
 
     def add_chunk(chunk: jax.Array | int, softmax: Softmax) -> Softmax:
         index_RC = first_R[:, None] + chunk * chunk_pages + jnp.arange(chunk_pages)
         page_RC = jnp.take_along_axis(table_RM, index_RC, axis=1, mode="clip")
-        k_BSE = _read(k_PZX, page_RC, head_dim)
-        v_BSE = _read(v_PZX, page_RC, head_dim)
+        k_BSE = from_stored(_read(pages.k_PZX, page_RC, head_dim), dtype)
+        v_BSE = from_stored(_read(pages.v_PZX, page_RC, head_dim), dtype)
+        scales = None
+        if pages.scale_P1J is not None:
+            scales = _read_scales(pages.scale_P1J, page_RC, num_kv_heads, page_size)
         key_RS = (index_RC[:, :, None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
         distance_RQS = position_RQ[:, :, None] - key_RS[:, None, :]
         visible_RQS = distance_RQS >= 0
         if window is not None:
             visible_RQS &= distance_RQS < window
         visible_BQS = jnp.repeat(visible_RQS, num_kv_heads, axis=0)
-        return _accumulate(q_BQE, k_BSE, v_BSE, visible_BQS, softmax)
+        return _accumulate(q_BQE, k_BSE, v_BSE, scales, visible_BQS, softmax)
 
     shape = q_BQE.shape[:2]
     softmax = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_BQE.shape))
@@ -141,16 +161,29 @@ def attend(
 
 def _read(pages_PZX: jax.Array, page_RC: jax.Array, head_dim: int) -> jax.Array:
     """Gather pages as [B, S, E]."""
-    values_RCZX = from_stored(pages_PZX.at[page_RC].get(mode="promise_in_bounds"))
+    values_RCZX = pages_PZX.at[page_RC].get(mode="promise_in_bounds")
     num_rows, num_kv_heads = page_RC.shape[0], pages_PZX.shape[2] // head_dim
     values_RSKE = values_RCZX.reshape(num_rows, -1, num_kv_heads, head_dim)
     return values_RSKE.swapaxes(1, 2).reshape(num_rows * num_kv_heads, -1, head_dim)
+
+
+def _read_scales(
+    scale_P1J: jax.Array, page_RC: jax.Array, num_kv_heads: int, page_size: int
+) -> Scales:
+    """Gather the scales of pages' keys and values, [B, S] each."""
+    num_rows, num_pages = page_RC.shape
+    row_RCJ = scale_P1J.at[page_RC, 0].get(mode="promise_in_bounds")
+    row_RCJ = row_RCJ[:, :, : 2 * num_kv_heads * page_size]
+    scale_RC2KZ = row_RCJ.reshape(num_rows, num_pages, 2, num_kv_heads, page_size)
+    k_BS, v_BS = scale_RC2KZ.transpose(2, 0, 3, 1, 4).reshape(2, num_rows * num_kv_heads, -1)
+    return k_BS, v_BS
 
 
 def _accumulate(
     q_BQE: jax.Array,
     k_BSE: jax.Array,
     v_BSE: jax.Array,
+    scales: Scales | None,
     visible_BQS: jax.Array,
     softmax: Softmax,
 ) -> Softmax:
@@ -160,15 +193,15 @@ def _accumulate(
     page holds; a model whose values are not finite is lost anyway.
     """
     old_max_BQ, sum_BQ, out_BQE = softmax
-    dtype = k_BSE.dtype
-    s_BQS = jnp.einsum(
-        "BQE,BSE->BQS", q_BQE.astype(dtype), k_BSE, preferred_element_type=jnp.float32
-    )
+    s_BQS = jnp.einsum("BQE,BSE->BQS", q_BQE, k_BSE, preferred_element_type=jnp.float32)
+    if scales is not None:
+        s_BQS *= scales[0][:, None, :]
     s_BQS = jnp.where(visible_BQS, s_BQS, MASKED)
     max_BQ = jnp.maximum(old_max_BQ, s_BQS.max(axis=-1))
     p_BQS = jnp.exp(s_BQS - max_BQ[..., None])
+    weight_BQS = p_BQS if scales is None else p_BQS * scales[1][:, None, :]
     new_BQE = jnp.einsum(
-        "BQS,BSE->BQE", p_BQS.astype(dtype), v_BSE, preferred_element_type=jnp.float32
+        "BQS,BSE->BQE", weight_BQS.astype(v_BSE.dtype), v_BSE, preferred_element_type=jnp.float32
     )
     # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk that
     # it does see shrinks them by exp(MASKED - maximum) = 0.

@@ -37,6 +37,7 @@ from tests.checkpoints import Array, Kind, Tensors, config_json, named_tensors, 
 # Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
 PLAN = DevicePlan(
     dtype="float32",
+    kv_dtype="float32",
     is_accelerator=False,
     page_size=8,
     num_pages=129,

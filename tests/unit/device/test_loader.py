@@ -29,6 +29,7 @@ def test_what_no_weights_could_make_fit(
         dtype="float32",
         weights="auto",
         ple_dtype="auto",
+        kv_dtype="auto",
         max_model_len=max_model_len,
         max_batch=2,
         kv_cache_bytes=kv_cache_bytes,

@@ -42,7 +42,7 @@ def step_of(
 
 
 def empty_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
-    dtype = stored_dtype(plan.dtype, is_accelerator=plan.is_accelerator)
+    dtype = stored_dtype(plan.kv_dtype, is_accelerator=plan.is_accelerator)
     return make_cache(
         config,
         num_pages=plan.num_pages,

@@ -22,6 +22,7 @@ from jaxserve.types import SamplingParams
 
 PLAN = DevicePlan(
     dtype="float32",
+    kv_dtype="float32",
     is_accelerator=False,
     page_size=4,
     num_pages=9,
