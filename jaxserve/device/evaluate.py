@@ -35,7 +35,7 @@ def _run_block(
     chunk_pages: int,
 ) -> tuple[KVCache, jax.Array]:
     """Run positions [start, start + num_valid) of one sequence; returns logits [T, V] of all."""
-    num_pages = cache.layers[0].k_PZX.shape[0]
+    num_pages = jax.tree.leaves(cache)[0].shape[0]
     table_RM = jnp.arange(1, num_pages, dtype=jnp.int32)[None]
     rows = PagedRows(
         start_R=start[None],

@@ -105,8 +105,8 @@ def lowerings(
     plan: DevicePlan, config: ModelConfig, params: Params
 ) -> dict[Program, Callable[[], Lowered]]:
     """Return what to call to lower each program; `params` may be arrays or their shapes."""
-    cache = jax.eval_shape(lambda: _make_cache(plan, config))
-    state = jax.eval_shape(lambda: _make_state(plan, config))
+    cache = jax.eval_shape(lambda: empty_cache(plan, config))
+    state = jax.eval_shape(lambda: empty_state(plan, config))
 
     def lower(program: Program) -> Lowered:
         if program == "write_table":
@@ -120,7 +120,7 @@ def lowerings(
             copies = jax.ShapeDtypeStruct((plan.num_slots, COPY_FIELDS), jnp.int32)
             copy = jax.jit(copy_pages, static_argnums=1, donate_argnums=0)
             return copy.lower(cache, config, copies)
-        function, staged_shape = _step_function(program, plan, config)
+        function, staged_shape = step_function(program, plan, config)
         staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
 
@@ -137,7 +137,7 @@ def _write_rows(state: DecodeState, piece: jax.Array) -> DecodeState:
     return replace(state, arena_NR=write_rows(state.arena_NR, piece))
 
 
-def _step_function(
+def step_function(
     program: StepProgram, plan: DevicePlan, config: ModelConfig
 ) -> tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]:
     """Return a program's function of (params, cache, state, staged) and its staged data's shape."""
@@ -157,11 +157,13 @@ def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> Ex
     )
 
 
-def _make_state(plan: DevicePlan, config: ModelConfig) -> DecodeState:
+def empty_state(plan: DevicePlan, config: ModelConfig) -> DecodeState:
+    """Make the slots of a plan."""
     return make_state(plan.num_slots, config.vocab_size, plan.arena_rows)
 
 
-def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
+def empty_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
+    """Make the pages of a plan."""
     dtype = stored_dtype(plan.kv_dtype, is_accelerator=plan.is_accelerator)
     return make_cache(
         config,
@@ -186,8 +188,8 @@ class ModelRunner:
         self._plan = plan
         self._window = config.window
         self._programs = compiled
-        self._cache = _make_cache(plan, config)
-        self._state = _make_state(plan, config)
+        self._cache = empty_cache(plan, config)
+        self._state = empty_state(plan, config)
         self._vocab_size = config.vocab_size
         self._arena = Arena(
             num_rows=plan.arena_rows, num_slots=plan.num_slots, vocab_size=config.vocab_size

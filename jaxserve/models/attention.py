@@ -15,7 +15,16 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.models.config import AttentionKind
-from jaxserve.models.kv_cache import LayerKV, from_stored, to_levels, to_stored
+from jaxserve.models.kv_cache import (
+    FloatPages,
+    Int8Pages,
+    Pages,
+    from_stored,
+    from_words,
+    to_levels,
+    to_stored,
+    to_words,
+)
 from jaxserve.models.layers import pad_rows
 
 MASKED = -1e30
@@ -66,10 +75,10 @@ class PagedRows:
 
 
 def write_pages(
-    pages: LayerKV, k_NKE: jax.Array, v_NKE: jax.Array, rows: PagedRows, kind: AttentionKind
-) -> LayerKV:
+    pages: Pages, k_NKE: jax.Array, v_NKE: jax.Array, rows: PagedRows, kind: AttentionKind
+) -> Pages:
     """Return the pages with the rows' new keys and values, of N ≥ R·T tokens, in their places."""
-    page_size = pages.k_PZX.shape[1]
+    page_size = pages.positions
     position_RT = rows.positions_RT
     table_RM = rows.table_of(kind)
     page_RT = jnp.take_along_axis(table_RM, position_RT // page_size, axis=1, mode="clip")
@@ -81,24 +90,29 @@ def write_pages(
     k_NKE, v_NKE = k_NKE[: page_N.size], v_NKE[: page_N.size]
 
     def write(pages_PZX: jax.Array, new_NKE: jax.Array) -> jax.Array:
-        new_NX = to_stored(new_NKE.reshape(page_N.size, -1), pages_PZX.dtype)
+        new_NX = new_NKE.reshape(page_N.size, -1)
         return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
 
-    scale_P1J = pages.scale_P1J
-    if scale_P1J is not None:
-        k_NKE, k_scale_NK = to_levels(k_NKE)
-        v_NKE, v_scale_NK = to_levels(v_NKE)
-        new_NJ = jnp.concatenate([k_scale_NK, v_scale_NK], axis=1)
-        lane_NJ = offset_N[:, None] + page_size * jnp.arange(new_NJ.shape[1])
-        scale_P1J = scale_P1J.at[page_N[:, None], 0, lane_NJ].set(new_NJ, mode="promise_in_bounds")
-    return LayerKV(
-        k_PZX=write(pages.k_PZX, k_NKE), v_PZX=write(pages.v_PZX, v_NKE), scale_P1J=scale_P1J
+    if isinstance(pages, FloatPages):
+        dtype = pages.k_PZX.dtype
+        return FloatPages(
+            k_PZX=write(pages.k_PZX, to_stored(k_NKE, dtype)),
+            v_PZX=write(pages.v_PZX, to_stored(v_NKE, dtype)),
+        )
+    k_NKE, k_scale_NK = to_levels(k_NKE)
+    v_NKE, v_scale_NK = to_levels(v_NKE)
+    scale_NJ = jnp.concatenate([k_scale_NK, v_scale_NK], axis=1)
+    lane_NJ = offset_N[:, None] + page_size * jnp.arange(scale_NJ.shape[1])
+    to = pages.scale_P1J.at[page_N[:, None], 0, lane_NJ]
+    return Int8Pages(
+        kv_PZX=write(pages.kv_PZX, to_words(k_NKE, v_NKE)),
+        scale_P1J=to.set(scale_NJ, mode="promise_in_bounds"),
     )
 
 
 def attend(
     q_RTHE: jax.Array,
-    pages: LayerKV,
+    pages: Pages,
     rows: PagedRows,
     *,
     window: int | None,
@@ -113,7 +127,7 @@ def attend(
     whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
     """
     num_rows, block, num_heads, head_dim = q_RTHE.shape
-    page_size, num_kv_heads = pages.k_PZX.shape[1], pages.k_PZX.shape[2] // head_dim
+    page_size, num_kv_heads = pages.positions, pages.width // head_dim
     group = num_heads // num_kv_heads
     table_RM = rows.table_of("full" if window is None else "sliding")
     table_size = table_RM.shape[1]
@@ -134,17 +148,14 @@ def attend(
     def add_chunk(chunk: jax.Array | int, softmax: Softmax) -> Softmax:
         index_RC = first_R[:, None] + chunk * chunk_pages + jnp.arange(chunk_pages)
         page_RC = jnp.take_along_axis(table_RM, index_RC, axis=1, mode="clip")
-        k_BSE = from_stored(_read(pages.k_PZX, page_RC, head_dim), dtype)
-        v_BSE = from_stored(_read(pages.v_PZX, page_RC, head_dim), dtype)
-        scales = None
-        if pages.scale_P1J is not None:
-            scales = _read_scales(pages.scale_P1J, page_RC, num_kv_heads, page_size)
+        k_BSE, v_BSE, scales = _read(pages, page_RC, head_dim)
         key_RS = (index_RC[:, :, None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
         distance_RQS = position_RQ[:, :, None] - key_RS[:, None, :]
         visible_RQS = distance_RQS >= 0
         if window is not None:
             visible_RQS &= distance_RQS < window
         visible_BQS = jnp.repeat(visible_RQS, num_kv_heads, axis=0)
+        k_BSE, v_BSE = k_BSE.astype(dtype), v_BSE.astype(dtype)
         return _accumulate(q_BQE, k_BSE, v_BSE, scales, visible_BQS, softmax)
 
     shape = q_BQE.shape[:2]
@@ -159,24 +170,27 @@ def attend(
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
 
 
-def _read(pages_PZX: jax.Array, page_RC: jax.Array, head_dim: int) -> jax.Array:
-    """Gather pages as [B, S, E]."""
+def _read(
+    pages: Pages, page_RC: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array, Scales | None]:
+    """Gather pages' keys and values, [B, S, E]; of int8 the levels, and their scales."""
+    if isinstance(pages, FloatPages):
+        k_BSE = from_stored(_gather(pages.k_PZX, page_RC, head_dim))
+        return k_BSE, from_stored(_gather(pages.v_PZX, page_RC, head_dim)), None
+    k_BSE, v_BSE = from_words(_gather(pages.kv_PZX, page_RC, head_dim))
+    num_kv_heads = pages.width // head_dim
+    row_RCJ = pages.scale_P1J.at[page_RC, 0].get(mode="promise_in_bounds")
+    row_RCJ = row_RCJ[:, :, : 2 * num_kv_heads * pages.positions]
+    scale_RC2KZ = row_RCJ.reshape(*page_RC.shape, 2, num_kv_heads, pages.positions)
+    k_scale_BS, v_scale_BS = scale_RC2KZ.transpose(2, 0, 3, 1, 4).reshape(2, *k_BSE.shape[:2])
+    return k_BSE, v_BSE, (k_scale_BS, v_scale_BS)
+
+
+def _gather(pages_PZX: jax.Array, page_RC: jax.Array, head_dim: int) -> jax.Array:
     values_RCZX = pages_PZX.at[page_RC].get(mode="promise_in_bounds")
     num_rows, num_kv_heads = page_RC.shape[0], pages_PZX.shape[2] // head_dim
     values_RSKE = values_RCZX.reshape(num_rows, -1, num_kv_heads, head_dim)
     return values_RSKE.swapaxes(1, 2).reshape(num_rows * num_kv_heads, -1, head_dim)
-
-
-def _read_scales(
-    scale_P1J: jax.Array, page_RC: jax.Array, num_kv_heads: int, page_size: int
-) -> Scales:
-    """Gather the scales of pages' keys and values, [B, S] each."""
-    num_rows, num_pages = page_RC.shape
-    row_RCJ = scale_P1J.at[page_RC, 0].get(mode="promise_in_bounds")
-    row_RCJ = row_RCJ[:, :, : 2 * num_kv_heads * page_size]
-    scale_RC2KZ = row_RCJ.reshape(num_rows, num_pages, 2, num_kv_heads, page_size)
-    k_BS, v_BS = scale_RC2KZ.transpose(2, 0, 3, 1, 4).reshape(2, num_rows * num_kv_heads, -1)
-    return k_BS, v_BS
 
 
 def _accumulate(

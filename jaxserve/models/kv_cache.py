@@ -1,13 +1,14 @@
 """The device's stored keys and values: arrays of its own for each layer that owns a cache.
 
-Never stacked over layers and never interleaved, so that a donated step updates each in place
-(docs/decisions/0007). Full-attention layers have pages of one kind, sliding layers of another, with
-numbers of their own. P pages of a kind, Z positions a page, K kv heads, E head dim, X = K·E.
+Never stacked over layers, so that a donated step updates each in place (docs/decisions/0007).
+Full-attention layers have pages of one kind, sliding layers of another, with numbers of their own.
+P pages of a kind, Z positions a page, K kv heads, E head dim, X = K·E.
 
-int8 values (docs/decisions/0019) have one float32 scale for each token and kv head, which stands
-for 1 of 127 levels. A page's scales are one row of J lanes, those of its keys before those of its
-values: lane (i·K + h)·Z + z has that of head h at position z, i = 0 for keys and 1 for values.
-J is 2·K·Z made up to whole LANES; what is beyond means nothing.
+int8 (docs/decisions/0019): a key's level in the low byte of an int16 word, the value's of the same
+channel in the high byte, as two's complement; for each token and head a float32 scale of the key,
+and one of the value. A page's scales are one row of J lanes, the keys' before the values': lane
+(i·K + h)·Z + z is head h's at position z, of keys with i = 0, of values with i = 1. J is 2·K·Z made
+up to whole LANES.
 """
 
 from dataclasses import dataclass
@@ -34,18 +35,43 @@ MAX_LEVEL = 127
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerKV:
-    """The pages of one owning layer.
-
-    Attributes:
-        k_PZX: keys, of the stored dtype.
-        v_PZX: values.
-        scale_P1J: float32, of both, where they are int8; else None.
-    """
+class FloatPages:
+    """One owning layer's keys and values, [P, Z, X] of the stored dtype."""
 
     k_PZX: jax.Array
     v_PZX: jax.Array
-    scale_P1J: jax.Array | None
+
+    @property
+    def positions(self) -> int:
+        """Z."""
+        return self.k_PZX.shape[1]
+
+    @property
+    def width(self) -> int:
+        """X."""
+        return self.k_PZX.shape[2]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Pages:
+    """One owning layer's int8 keys and values, int16 [P, Z, X], and float32 scales [P, 1, J]."""
+
+    kv_PZX: jax.Array
+    scale_P1J: jax.Array
+
+    @property
+    def positions(self) -> int:
+        """Z."""
+        return self.kv_PZX.shape[1]
+
+    @property
+    def width(self) -> int:
+        """X."""
+        return self.kv_PZX.shape[2]
+
+
+Pages = FloatPages | Int8Pages
 
 
 @jax.tree_util.register_dataclass
@@ -53,11 +79,11 @@ class LayerKV:
 class KVCache:
     """Pages of all owning layers, in the order of `ModelConfig.kv_owners`; P is its kind's."""
 
-    layers: tuple[LayerKV, ...]
+    layers: tuple[Pages, ...]
 
 
 def stored_dtype(dtype: str, *, is_accelerator: bool) -> DTypeLike:
-    """Return what holds values of a KVDtype: on a CPU, bfloat16 is kept as its bits, uint16.
+    """Return what `make_cache` takes for a KVDtype: on a CPU, bfloat16 is kept as bits, uint16.
 
     XLA's CPU backend widens a whole bfloat16 pool to float32 to read or write one page; integers it
     leaves alone. The TPU's compiler would convert the bits of what is read in a pass of its own.
@@ -81,13 +107,15 @@ def make_cache(
     )
 
 
-def _empty_layer(layer: LayerConfig, num_pages: int, page_size: int, dtype: DTypeLike) -> LayerKV:
+def _empty_layer(layer: LayerConfig, num_pages: int, page_size: int, dtype: DTypeLike) -> Pages:
     shape = (num_pages, page_size, layer.num_kv_heads * layer.head_dim)
-    scale = None
-    if dtype == jnp.int8:
-        num_lanes = -(-2 * layer.num_kv_heads * page_size // LANES) * LANES
-        scale = jnp.zeros((num_pages, 1, num_lanes), jnp.float32)
-    return LayerKV(k_PZX=jnp.zeros(shape, dtype), v_PZX=jnp.zeros(shape, dtype), scale_P1J=scale)
+    if jnp.dtype(dtype) != jnp.int8:
+        return FloatPages(k_PZX=jnp.zeros(shape, dtype), v_PZX=jnp.zeros(shape, dtype))
+    num_lanes = -(-2 * layer.num_kv_heads * page_size // LANES) * LANES
+    return Int8Pages(
+        kv_PZX=jnp.zeros(shape, jnp.int16),
+        scale_P1J=jnp.zeros((num_pages, 1, num_lanes), jnp.float32),
+    )
 
 
 def bytes_per_page(config: ModelConfig, kind: AttentionKind, page_size: int, dtype: str) -> int:
@@ -105,35 +133,44 @@ def copy_pages(cache: KVCache, config: ModelConfig, copies_N4: jax.Array) -> KVC
     """Return the cache with pages of both kinds copied: all are read before any is written."""
     pairs: dict[AttentionKind, jax.Array] = {"full": copies_N4[:, :2], "sliding": copies_N4[:, 2:]}
 
-    def copy(owner: int, layer: LayerKV) -> LayerKV:
+    def copy(owner: int, layer: Pages) -> Pages:
         source_N, target_N = pairs[config.layers[owner].kind].T
 
         def copy_array(pages: jax.Array) -> jax.Array:
             copied = pages.at[source_N].get(mode="promise_in_bounds")
             return pages.at[target_N].set(copied, mode="promise_in_bounds")
 
-        copied_layer: LayerKV = jax.tree.map(copy_array, layer)
+        copied_layer: Pages = jax.tree.map(copy_array, layer)
         return copied_layer
 
     return KVCache(layers=tuple(map(copy, config.kv_owners, cache.layers)))
 
 
 def to_stored(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Round float32 to what the pages hold, if not int8."""
+    """Round float32 to what FloatPages hold."""
     if dtype == jnp.uint16:
         return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
     return x.astype(dtype)
 
 
-def from_stored(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return stored values as `dtype`; of int8, the levels."""
-    floats = lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
-    return floats.astype(dtype)
+def from_stored(x: jax.Array) -> jax.Array:
+    """Return values of FloatPages as the floats they are."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16) if x.dtype == jnp.uint16 else x
 
 
 def to_levels(x_NKE: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Round float32 to levels, int8 [N, K, E], and return them with their scales [N, K]."""
+    """Round float32 to levels in [-127, 127], int16, and return them with their scales [N, K]."""
     largest_NK = jnp.abs(x_NKE).max(axis=-1)
     per_unit_NK = jnp.where(largest_NK > 0, MAX_LEVEL / largest_NK, 0.0)
-    levels_NKE = jnp.round(x_NKE * per_unit_NK[..., None])
-    return levels_NKE.astype(jnp.int8), largest_NK / MAX_LEVEL
+    levels_NKE = jnp.round(x_NKE * per_unit_NK[..., None]).astype(jnp.int16)
+    return levels_NKE, largest_NK / MAX_LEVEL
+
+
+def to_words(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Put levels of keys and values, int16, into words."""
+    return (k & 0xFF) | (v << 8)
+
+
+def from_words(words: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Take words apart into levels of keys and of values, int16."""
+    return (words << 8) >> 8, words >> 8

@@ -16,7 +16,7 @@ from jax import lax
 from jaxserve.models.attention import PagedRows, attend, write_pages
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.int4_table import take_rows
-from jaxserve.models.kv_cache import KVCache, LayerKV
+from jaxserve.models.kv_cache import KVCache, Pages
 from jaxserve.models.layers import (
     add_linear,
     apply_rope,
@@ -98,14 +98,14 @@ def decoder_layer(
     layer_scalar: jax.Array,
     ple_NW: jax.Array | None,
     rope: tuple[jax.Array, jax.Array],
-    pages: LayerKV,
+    pages: Pages,
     rows: PagedRows,
     *,
     layer: LayerConfig,
     config: ModelConfig,
     chunk_pages: int,
     writes: bool,
-) -> tuple[jax.Array, LayerKV]:
+) -> tuple[jax.Array, Pages]:
     """Run one layer; returns the stream and the pages, changed only if the layer `writes` them.
 
     Jitted so that equal layers are traced once; the step program inlines it.

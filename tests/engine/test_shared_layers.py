@@ -11,7 +11,7 @@ from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.state import Column, HostRows, make_state
 from jaxserve.models.attention import SCRATCH_PAGE
 from jaxserve.models.config import AttentionKind, LayerConfig
-from jaxserve.models.kv_cache import KVCache, LayerKV
+from jaxserve.models.kv_cache import FloatPages, KVCache
 from jaxserve.models.params import Params
 from jaxserve.models.specs import random_params
 from tests.checkpoints import Array
@@ -52,7 +52,7 @@ def decode(model: TinyModel, params: Params) -> list[Array]:
     """Run four rows over a cache of noise; return the cache then, and last the sampled ids."""
     plan, arrays = model.plan, [jnp.array(array) for array in noise(model)]
     pairs = zip(arrays[::2], arrays[1::2], strict=True)
-    cache = KVCache(layers=tuple(LayerKV(k_PZX=k, v_PZX=v, scale_P1J=None) for k, v in pairs))
+    cache = KVCache(layers=tuple(FloatPages(k_PZX=k, v_PZX=v) for k, v in pairs))
     host = HostRows(plan.num_slots, plan.table_sizes[0])
     for slot in range(4):
         for kind, pages in PAGES.items():

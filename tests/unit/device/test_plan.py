@@ -107,6 +107,6 @@ def test_bytes_of_a_page_are_those_of_the_kinds_layers_that_own_a_cache() -> Non
     assert bytes_per_page(config, "full", 32, "bfloat16") == 2 * 32 * full
     assert bytes_per_page(config, "sliding", 32, "bfloat16") == 2 * 32 * sliding
     assert bytes_per_page(config, "full", 32, "float32") == 4 * 32 * full
-    # Two owners, 2 · 2 · 32 scales a page; of fewer positions, a whole row of lanes all the same.
+    # Two owners, 2 · 2 · 32 scales a page; of fewer positions, whole lanes all the same.
     assert bytes_per_page(config, "full", 32, "int8") == 32 * full + 2 * 4 * 128
     assert bytes_per_page(config, "full", 8, "int8") == 8 * full + 2 * 4 * 128
