@@ -103,10 +103,10 @@ def write_pages(
     v_NKE, v_scale_NK = to_levels(v_NKE)
     scale_NJ = jnp.concatenate([k_scale_NK, v_scale_NK], axis=1)
     lane_NJ = offset_N[:, None] + page_size * jnp.arange(scale_NJ.shape[1])
-    to = pages.scale_P1J.at[page_N[:, None], 0, lane_NJ]
+    to = pages.scale_PJ.at[page_N[:, None], lane_NJ]
     return Int8Pages(
         kv_PZX=write(pages.kv_PZX, to_words(k_NKE, v_NKE)),
-        scale_P1J=to.set(scale_NJ, mode="promise_in_bounds"),
+        scale_PJ=to.set(scale_NJ, mode="promise_in_bounds"),
     )
 
 
@@ -179,7 +179,7 @@ def _read(
         return k_BSE, from_stored(_gather(pages.v_PZX, page_RC, head_dim)), None
     k_BSE, v_BSE = from_words(_gather(pages.kv_PZX, page_RC, head_dim))
     num_kv_heads = pages.width // head_dim
-    row_RCJ = pages.scale_P1J.at[page_RC, 0].get(mode="promise_in_bounds")
+    row_RCJ = pages.scale_PJ.at[page_RC].get(mode="promise_in_bounds")
     row_RCJ = row_RCJ[:, :, : 2 * num_kv_heads * pages.positions]
     scale_RC2KZ = row_RCJ.reshape(*page_RC.shape, 2, num_kv_heads, pages.positions)
     k_scale_BS, v_scale_BS = scale_RC2KZ.transpose(2, 0, 3, 1, 4).reshape(2, *k_BSE.shape[:2])

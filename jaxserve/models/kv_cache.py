@@ -8,7 +8,7 @@ int8 (docs/decisions/0019): a key's level in the low byte of an int16 word, the 
 channel in the high byte, as two's complement; for each token and head a float32 scale of the key,
 and one of the value. A page's scales are one row of J lanes, the keys' before the values': lane
 (i·K + h)·Z + z is head h's at position z, of keys with i = 0, of values with i = 1. J is 2·K·Z made
-up to whole LANES.
+up to whole LANES; the rows are made up to whole SUBLANES.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,10 @@ COPY_FIELDS = 4
 """Numbers of a copy: source and destination of a full page, then of a sliding one."""
 
 LANES = 128
-"""A TPU stores rows of whole lanes, one behind another, without padding."""
+"""A TPU stores rows of whole lanes, one behind another."""
+
+SUBLANES = 8
+"""And it stores so many rows at a time; arrays of other sizes it copies to reshape them."""
 
 MAX_LEVEL = 127
 
@@ -55,10 +58,10 @@ class FloatPages:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Pages:
-    """One owning layer's int8 keys and values, int16 [P, Z, X], and float32 scales [P, 1, J]."""
+    """One owning layer's int8 keys and values, int16 [P, Z, X], and their scales, float32 [≥ P, J]."""
 
     kv_PZX: jax.Array
-    scale_P1J: jax.Array
+    scale_PJ: jax.Array
 
     @property
     def positions(self) -> int:
@@ -111,22 +114,27 @@ def _empty_layer(layer: LayerConfig, num_pages: int, page_size: int, dtype: DTyp
     shape = (num_pages, page_size, layer.num_kv_heads * layer.head_dim)
     if jnp.dtype(dtype) != jnp.int8:
         return FloatPages(k_PZX=jnp.zeros(shape, dtype), v_PZX=jnp.zeros(shape, dtype))
-    num_lanes = -(-2 * layer.num_kv_heads * page_size // LANES) * LANES
+    num_lanes = _round_up(2 * layer.num_kv_heads * page_size, LANES)
     return Int8Pages(
         kv_PZX=jnp.zeros(shape, jnp.int16),
-        scale_P1J=jnp.zeros((num_pages, 1, num_lanes), jnp.float32),
+        scale_PJ=jnp.zeros((_round_up(num_pages, SUBLANES), num_lanes), jnp.float32),
     )
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def bytes_per_page(config: ModelConfig, kind: AttentionKind, page_size: int, dtype: str) -> int:
     """Return the bytes of one page over all owning layers of a kind, scales included."""
     owners = (config.layers[i] for i in config.kv_owners)
     pages = [
-        jax.eval_shape(lambda layer=layer: _empty_layer(layer, 1, page_size, dtype))
+        jax.eval_shape(lambda layer=layer: _empty_layer(layer, SUBLANES, page_size, dtype))
         for layer in owners
         if layer.kind == kind
     ]
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    return num_bytes // SUBLANES
 
 
 def copy_pages(cache: KVCache, config: ModelConfig, copies_N4: jax.Array) -> KVCache:
