@@ -58,7 +58,7 @@ class FloatPages:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Int8Pages:
-    """One owning layer's int8 keys and values, int16 [P, Z, X], and their scales, float32 [≥ P, J]."""
+    """One owning layer's int8 keys and values, int16 [P, Z, X]; scales, float32 [≥ P, J]."""
 
     kv_PZX: jax.Array
     scale_PJ: jax.Array

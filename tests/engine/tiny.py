@@ -68,7 +68,8 @@ class TinyModel:
 
     def logits(self, ids: Sequence[int]) -> Array:
         """Return the oracle's logits, float32 [T, V]."""
-        return oracle.logits(self.tensors, self.config, list(ids))
+        is_int8 = self.plan.kv_dtype == "int8"
+        return oracle.logits(self.tensors, self.config, list(ids), int8_kv=is_int8)
 
     def assert_greedy(self, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Check that each id is the likeliest by the oracle, after those before it."""
