@@ -20,12 +20,14 @@ class PageMix:
     """How KV bytes are shared out to the two kinds of page.
 
     Attributes:
+        kv_dtype: of what the pages hold.
         num_working_pages: sliding pages for what runs: the windows of all rows and one chunk.
         pages_per_point: sliding pages of a resume point.
         tokens_per_point: cached tokens for which there shall be one resume point.
         least_points: but no fewer than these: each row is to leave one.
     """
 
+    kv_dtype: KVDtype
     bytes_per_page: int
     bytes_per_sliding_page: int
     num_working_pages: int
@@ -46,6 +48,7 @@ class PageMix:
         """Return the mix of a model, for so many rows and tokens of the largest chunk."""
         windows = Windows(page_size=PAGE_SIZE, window=config.window)
         return cls(
+            kv_dtype=kv_dtype,
             bytes_per_page=bytes_per_page(config, "full", PAGE_SIZE, kv_dtype),
             bytes_per_sliding_page=bytes_per_page(config, "sliding", PAGE_SIZE, kv_dtype),
             num_working_pages=max_batch * windows.row_pages + pages_for(chunk_tokens),
@@ -124,7 +127,11 @@ class MemoryBudget:
             ("slots and grammars", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             *(
-                (name, f"{_gib(count * size)} = {count} pages of {PAGE_SIZE} tokens")
+                (
+                    name,
+                    f"{_gib(count * size)} = {count} pages of {PAGE_SIZE} tokens,"
+                    f" {self.mix.kv_dtype}",
+                )
                 for name, count, size in kinds
             ),
             ("KV tokens", f"{self.num_tokens}"),
