@@ -50,7 +50,7 @@ def _run_block(
     return cache, logits(params, config, x_TD).T
 
 
-class _Sequence:
+class PagedSequence:
     """One sequence in a cache of its own."""
 
     def __init__(
@@ -106,7 +106,7 @@ def prompt_logits(
 
     Keys and values are kept in the weights' dtype unless `kv_dtype` says otherwise.
     """
-    sequence = _Sequence(params, config, len(ids), page_size, kv_dtype)
+    sequence = PagedSequence(params, config, len(ids), page_size, kv_dtype)
     chunks = [ids[i : i + chunk] for i in range(0, len(ids), chunk)]
     return np.concatenate([sequence.append(part, chunk) for part in chunks])
 
@@ -115,7 +115,7 @@ def greedy(
     params: Params, config: ModelConfig, ids: list[int], n: int, *, page_size: int = 32
 ) -> tuple[list[int], Float32Array]:
     """Continue a prompt by its n most likely tokens; returns them and their logits [n, V]."""
-    sequence = _Sequence(params, config, len(ids) + n, page_size, None)
+    sequence = PagedSequence(params, config, len(ids) + n, page_size, None)
     for i in range(0, len(ids), 64):
         logits_TV = sequence.append(ids[i : i + 64], 64)
     tokens, step_logits = [], []

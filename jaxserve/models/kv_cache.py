@@ -133,7 +133,7 @@ def bytes_per_page(config: ModelConfig, kind: AttentionKind, page_size: int, dty
         for layer in owners
         if layer.kind == kind
     ]
-    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+    num_bytes: int = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
     return num_bytes // SUBLANES
 
 
