@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from jaxserve.models.attention import PagedRows
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.key_balance import balance_keys
 from jaxserve.models.kv_cache import KVCache, KVDtype, make_cache, stored_dtype
 from jaxserve.models.params import Params
 from jaxserve.models.transformer import logits, run_reading_layers, run_writing_layers
@@ -66,7 +67,8 @@ class PagedSequence:
             pages *= 2
         is_accelerator = jax.default_backend() != "cpu"
         dtype = stored_dtype(kv_dtype or str(params.embed_VD.dtype), is_accelerator=is_accelerator)
-        self._params, self._config = params, config
+        self._params = balance_keys(params, config) if kv_dtype == "int8" else params
+        self._config = config
         self._cache = make_cache(
             config,
             num_pages=pages + 1,

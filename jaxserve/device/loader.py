@@ -22,6 +22,7 @@ from jaxserve.device.runner import ModelRunner, StepProgram, lowerings, step_pro
 from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.key_balance import balance_keys
 from jaxserve.models.kv_cache import KVDtype
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
@@ -83,6 +84,8 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
         linears=_choose_int4("--weights", options.weights, dtype, device),
         ple_table=_choose_int4("--ple-dtype", options.ple_dtype, dtype, device),
     )
+    if kv_dtype == "int8":
+        loaded = replace(loaded, params=balance_keys(loaded.params, config))
     loaded_s = time.perf_counter()
     plan, budget = _make_plan(config, loaded, dtype, kv_dtype, options, device)
     compiled = compile_all(
