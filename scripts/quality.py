@@ -27,8 +27,6 @@ from jaxserve.models.registry import load_config
 from jaxserve.models.weights import load_params
 from jaxserve.text.tokenizer import Tokenizer
 
-Floats = npt.NDArray[np.float64]
-
 CHUNK = 64
 PARTS = 5
 """Of a continuous decode, for which its error is told apart."""
@@ -53,13 +51,13 @@ class Comparison:
 
     def add(self, logits_TV: Sequence[npt.NDArray[np.float32]], next_ids: Sequence[int]) -> None:
         """Take in logits of the reference and of the other, and the ids that came next."""
-        logprobs, other = (_log_softmax(z) for z in logits_TV)
-        rows = np.arange(len(next_ids))
-        self.nll += zip(-logprobs[rows, next_ids], -other[rows, next_ids], strict=True)
-        self.kl += (np.exp(logprobs) * (logprobs - other)).sum(-1)[rows].tolist()
-        self.agrees += (logprobs.argmax(-1) == other.argmax(-1))[rows].tolist()
-        reference_z, other_z = (z - z.mean(-1, keepdims=True) for z in logits_TV)
-        self.difference += np.abs(reference_z - other_z).max(-1)[rows].tolist()
+        rows = len(next_ids)
+        sides = (jnp.asarray(z_TV[:rows]) for z_TV in logits_TV)
+        nll, kl, agrees, difference = _compare(*sides, jnp.asarray(next_ids, jnp.int32))
+        self.nll += [(a, b) for a, b in np.asarray(nll, np.float64).T.tolist()]
+        self.kl += np.asarray(kl).tolist()
+        self.agrees += np.asarray(agrees).tolist()
+        self.difference += np.asarray(difference).tolist()
 
     @property
     def perplexities(self) -> tuple[float, float]:
@@ -79,11 +77,14 @@ class Comparison:
         ]
 
 
-def _log_softmax(z_TV: npt.NDArray[np.float32]) -> Floats:
-    z: Floats = z_TV.astype(np.float64)
-    z -= z.max(-1, keepdims=True)
-    z -= np.log(np.exp(z).sum(-1, keepdims=True))
-    return z
+@jax.jit
+def _compare(z_TV: jax.Array, other_TV: jax.Array, next_T: jax.Array) -> tuple[jax.Array, ...]:
+    sides = [jax.nn.log_softmax(side_TV) for side_TV in (z_TV, other_TV)]
+    nll = jnp.stack([-jnp.take_along_axis(p, next_T[:, None], axis=1)[:, 0] for p in sides])
+    kl = (jnp.exp(sides[0]) * (sides[0] - sides[1])).sum(-1)
+    agrees = z_TV.argmax(-1) == other_TV.argmax(-1)
+    centred = [side_TV - side_TV.mean(-1, keepdims=True) for side_TV in (z_TV, other_TV)]
+    return nll, kl, agrees, jnp.abs(centred[0] - centred[1]).max(-1)
 
 
 def compare(
