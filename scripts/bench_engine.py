@@ -47,8 +47,9 @@ from jaxserve.cache.pages import PagePool
 from jaxserve.cache.radix import RadixTree
 from jaxserve.cli import cache_dir
 from jaxserve.config import ServeConfig
+from jaxserve.device.choices import LoadOptions
 from jaxserve.device.compiler import use_compile_cache
-from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.device.loader import load_model
 from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.engine.client import EngineClient, EngineStatus
 from jaxserve.engine.core import EngineCore, HostTimes
