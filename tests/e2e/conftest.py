@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.compiling import FLAGS
 from tests.e2e.server import COMMAND, ROOT, ServerProcess
 
 MODEL = "tiny"
@@ -101,8 +102,8 @@ def server(starting: Starting) -> ServerProcess:
 
 
 def fast_compiles() -> dict[str, str]:
-    """Let XLA optimize nothing: these tests would wait for it, and are not about speed."""
-    return {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    """Return the environment of a server that compiles fast."""
+    return {"XLA_FLAGS": FLAGS}
 
 
 # Clients: none may look for anything but this machine while it is tested.

@@ -17,7 +17,7 @@ from jaxserve.device.loader import LoadedModel, compile_bundle, load_model
 from jaxserve.device.memory import PoolSizes
 from jaxserve.device.targets import Target, find_target
 from jaxserve.models.registry import load_config
-from tests import oracle
+from tests import compiling, oracle
 from tests.checkpoints import make_checkpoint, read_tensors
 from tests.engine.tiny import CLOSE, Sizes, TinyEngine, prompt_of, request_of
 
@@ -43,10 +43,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def unoptimized() -> object:
-    """Compile twice as fast."""
+    """Compile as other tests do."""
 
     def compile_fast(lower: Callable[[], Lowered]) -> Compiled:
-        return lower().compile({"xla_backend_optimization_level": "0"})
+        return lower().compile(compiling.OPTIONS)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jaxserve.device.compiler._compile", compile_fast)
