@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax.stages import Compiled, Lowered
 
 from jaxserve.device import loader
 from jaxserve.device.bundle import Bundle
@@ -17,11 +16,14 @@ from jaxserve.device.loader import LoadedModel, compile_bundle, load_model
 from jaxserve.device.memory import PoolSizes
 from jaxserve.device.targets import Target, find_target
 from jaxserve.models.registry import load_config
-from tests import compiling, oracle
+from tests import oracle
 from tests.checkpoints import make_checkpoint, read_tensors
 from tests.engine.tiny import CLOSE, Sizes, TinyEngine, prompt_of, request_of
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
+pytestmark = [
+    pytest.mark.timeout(300),  # the first test waits for the compiler
+    pytest.mark.usefixtures("compile_fast"),
+]
 
 OPTIONS = LoadOptions(
     dtype="float32",
@@ -41,20 +43,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("bundle") / "model", "dense")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def unoptimized() -> object:
-    """Compile as other tests do."""
-
-    def compile_fast(lower: Callable[[], Lowered]) -> Compiled:
-        return lower().compile(compiling.OPTIONS)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxserve.device.compiler._compile", compile_fast)
-        yield
-
-
 @pytest.fixture(scope="module")
-def bundle(checkpoint: Path) -> Path:
+def bundle(checkpoint: Path, compile_fast: None) -> Path:
     folder = checkpoint.parent / "bundle"
     count, _ = compile_bundle(checkpoint, OPTIONS, find_target(), folder, ignore)
     assert count == len(list(folder.glob("*.program"))) == 7
