@@ -14,6 +14,7 @@ from jaxserve.device.bundle import Bundle
 from jaxserve.device.choices import Choices, LoadOptions
 from jaxserve.device.loader import LoadedModel, compile_bundle, load_model
 from jaxserve.device.memory import PoolSizes
+from jaxserve.device.runner import Program, name_of
 from jaxserve.device.targets import Target, find_target
 from jaxserve.models.registry import load_config
 from tests import oracle
@@ -55,6 +56,10 @@ def ignore(phase: str, done: int, total: int) -> None:
     pass
 
 
+def kv_addresses(loaded: LoadedModel) -> list[int]:
+    return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(loaded.runner._cache)]
+
+
 def assert_greedy(checkpoint: Path, loaded: LoadedModel) -> None:
     """Check some output by the oracle."""
     sizes = Sizes(**{field.name: getattr(loaded.runner, field.name) for field in fields(Sizes)})
@@ -80,8 +85,10 @@ def test_a_start_from_a_bundle_compiles_nothing(
     before = num_compiles()
     with caplog.at_level(logging.INFO, logger="jaxserve"):
         loaded = load_model(checkpoint, OPTIONS, ignore, bundle)
+        addresses = kv_addresses(loaded)
         assert_greedy(checkpoint, loaded)
     assert num_compiles() == before
+    assert kv_addresses(loaded) == addresses  # updated in place
     assert "7 programs from the bundle, 0 compiled" in caplog.text
     assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
@@ -106,13 +113,24 @@ def test_only_a_damaged_program_is_compiled(
 
 
 def test_a_bundle_of_other_flags_is_not_used(
-    checkpoint: Path, bundle: Path, caplog: pytest.LogCaptureFixture
+    checkpoint: Path,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    options = replace(OPTIONS, max_model_len=32)
-    loaded = load_model(checkpoint, options, ignore, bundle)
-    assert "--max-model-len is '32', the bundle's is '64'" in caplog.text
-    assert loaded.runner.max_model_len == 32
-    assert_greedy(checkpoint, loaded)
+    class Compiling(Exception):
+        pass
+
+    def compile_all(lower: dict[Program, object], progress: object) -> None:
+        assert {name_of(program) for program in lower} == {
+            file.stem for file in bundle.glob("*.program")
+        }
+        raise Compiling
+
+    monkeypatch.setattr(loader, "compile_all", compile_all)
+    with pytest.raises(Compiling):
+        load_model(checkpoint, replace(OPTIONS, grammar_bytes=1), ignore, bundle)
+    assert "--grammar-bytes is '1', the bundle's is '0'" in caplog.text
 
 
 def test_a_bundle_whose_pools_do_not_fit_is_not_used(
