@@ -190,7 +190,14 @@ def _compilers(target: Target) -> dict[str, str]:
         packages.append("libtpu")
     if not target.is_accelerator:
         kind["the processor's features"] = processor_features()
-    return kind | {package: metadata.version(package) for package in packages}
+    return kind | {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # TPU_LIBRARY_PATH can name a libtpu that is none
+        return "not installed"
 
 
 def _code_digest() -> str:
