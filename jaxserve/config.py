@@ -9,6 +9,22 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
+TARGETS = ("cpu", "v6e:1x1")
+"""What `jaxserve compile` compiles for: chips by type and number."""
+
+PROGRAM_FLAGS = (
+    "dtype",
+    "weights",
+    "ple_dtype",
+    "kv_dtype",
+    "max_model_len",
+    "max_batch",
+    "kv_cache_bytes",
+    "tokens_per_resume_point",
+    "grammar_bytes",
+)
+"""Settings that compiled programs depend on."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?")
 
 
@@ -46,7 +62,8 @@ class ServeConfig:
     host: str = flag("address to listen on", "127.0.0.1")
     port: int = flag("port to listen on; 0 picks a free one", 8000)
     dtype: str = flag(
-        "of matrices and cache; auto: bfloat16 where the processor multiplies it, else float32",
+        "of matrices, products and, unless --kv-dtype says otherwise, the cache; auto: bfloat16"
+        " where the processor multiplies it, else float32",
         "auto",
         choices=("auto", "bfloat16", "float32"),
     )
@@ -61,6 +78,12 @@ class ServeConfig:
         " TPU where the table is",
         "auto",
         choices=("auto", "bf16", "int4"),
+    )
+    kv_dtype: str = flag(
+        "of cached keys and values; int8: half of bf16's bytes, rounded to 127 levels and a scale"
+        " for each token and head; auto: --dtype, which rounds nothing more",
+        "auto",
+        choices=("auto", "bf16", "int8"),
     )
     max_model_len: int | None = flag(
         "most tokens of prompt and output together; default: the model's own, or what fits",
@@ -140,6 +163,12 @@ class ServeConfig:
     )
     compile_cache: str | None = flag(
         "folder of compiled programs; default: in the user's cache folder; '' turns it off",
+        None,
+        metavar="DIR",
+    )
+    programs: str | None = flag(
+        "folder of programs that `jaxserve compile` wrote for the same flags; what it holds is code"
+        " and runs as such; what does not fit is compiled anew",
         None,
         metavar="DIR",
     )

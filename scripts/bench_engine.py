@@ -47,8 +47,9 @@ from jaxserve.cache.pages import PagePool
 from jaxserve.cache.radix import RadixTree
 from jaxserve.cli import cache_dir
 from jaxserve.config import ServeConfig
+from jaxserve.device.choices import LoadOptions
 from jaxserve.device.compiler import use_compile_cache
-from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.device.loader import load_model
 from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.engine.client import EngineClient, EngineStatus
 from jaxserve.engine.core import EngineCore, HostTimes
@@ -196,6 +197,7 @@ def running_engine(
         dtype=dtype,
         weights="auto",
         ple_dtype="auto",
+        kv_dtype="auto",
         max_model_len=None,
         max_batch=max_batch,
         kv_cache_bytes=kv_cache_bytes,

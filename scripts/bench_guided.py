@@ -29,8 +29,9 @@ import numpy as np
 from jaxserve.app import make_scheduler
 from jaxserve.cli import cache_dir
 from jaxserve.device.arena import pack
+from jaxserve.device.choices import LoadOptions
 from jaxserve.device.compiler import use_compile_cache
-from jaxserve.device.loader import LoadedModel, LoadOptions, load_model
+from jaxserve.device.loader import LoadedModel, load_model
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.inbox import Inbox, Submit
 from jaxserve.guided.compiling import compile_grammar
@@ -136,6 +137,7 @@ def _load(folder: Path) -> Served:
         tokens_per_resume_point=8192,
         weights="auto",
         ple_dtype="auto",
+        kv_dtype="auto",
         grammar_bytes=128 << 20,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)

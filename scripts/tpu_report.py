@@ -7,43 +7,34 @@ program takes minutes. `--check` holds them against scripts/tpu_limits.toml.
 """
 
 import argparse
-import math
 import os
 import sys
-import time
 import tomllib
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
 
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.memory import PageMix
-from jaxserve.device.plan import PAGE_SIZE, extend_buckets, kv_bytes_per_page, make_plan
+from jaxserve.device.plan import extend_buckets, make_plan
 from jaxserve.device.runner import StepProgram, lowerings, step_programs
-from jaxserve.device.state import make_state
-from jaxserve.errors import InvariantError
-from jaxserve.kernels.int4_matrix import Int4Matrix
-from jaxserve.models.config import AttentionKind, ModelConfig
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.fields import Fields
 from jaxserve.models.gemma4 import read_config
-from jaxserve.models.params import Params
+from jaxserve.models.kv_cache import KVDtype
 from jaxserve.models.specs import Use, abstract_params
-from scripts.tpu_hlo import HBM_BYTES_PER_S, Hlo
-from scripts.tpu_kernels import QUIET, estimate
+from scripts.tpu_kernels import QUIET
+from scripts.tpu_steps import Estimate, estimate_step, on_chip, tree_bytes
 
 DTYPE = "bfloat16"
 MAX_COMPILES = 2
 TOKENS_PER_RESUME_POINT = 8192
-FLOPS_PER_S = 918e12
 HBM_BYTES = 32e9
 RESIDENT_BYTES = 28e9  # weights and KV: a pool smaller than VMEM would be copied there and back
+HEADROOM = 1.15
 LIMITS = Path(__file__).with_name("tpu_limits.toml")
 
 SIZES = {  # model dim, ffn, layers, of them sharing KV, kv heads, sliding layers to each full one
@@ -96,41 +87,6 @@ def model_config(name: str, num_layers: int | None = None) -> ModelConfig:
     return read_config(Fields(text, name))
 
 
-def tree_bytes(tree: object) -> int:
-    """Return the size of all leaves."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def num_weights(tree: object) -> int:
-    """Return the weights of all leaves; an int4 matrix has more of them than elements."""
-    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, Int4Matrix))
-    return sum(math.prod(leaf.shape) for leaf in leaves)
-
-
-def floor_ms(program: StepProgram, config: ModelConfig, params: Params) -> float:
-    """Return the least time: what must come from HBM, or the products, whichever takes longer.
-
-    Of HBM weights, and what each layer's attention reads; of products those with weights. An extend
-    is counted for one sequence at full context, and without sampling unless it scores.
-    """
-    rows, new, num_layers, head = 1, 1, config.num_layers, [params.embed_VD]
-    if isinstance(program, DecodeBucket):
-        rows = program.rows
-    else:
-        new = program.bucket.tokens
-        if not program.scores:
-            num_layers, head = config.num_writing_layers, []
-    num_bytes = 0
-    for layer in config.layers[:num_layers]:
-        full = program.table_size * PAGE_SIZE
-        keys = full if layer.kind == "full" else min(full, config.window + new - 1)
-        num_bytes += rows * keys * layer.num_kv_heads * layer.head_dim * 2 * 2  # K and V, 2 bytes
-    weights = (params.layers[:num_layers], params.ple_model_proj, head)
-    num_bytes += tree_bytes(weights)
-    flops = 2 * rows * new * num_weights(weights)
-    return max(num_bytes / HBM_BYTES_PER_S, flops / FLOPS_PER_S) * 1e3
-
-
 def name_of(program: StepProgram) -> str:
     """Name a program as the options do."""
     if isinstance(program, DecodeBucket):
@@ -139,22 +95,19 @@ def name_of(program: StepProgram) -> str:
 
 
 def find_faults(
-    hlo: Hlo,
-    alias_bytes: int,
-    donated_bytes: int,
-    pools: set[int],
-    measured: Mapping[str, float],
-    limits: Mapping[str, float],
+    made: Estimate, measured: Mapping[str, float], limits: Mapping[str, float]
 ) -> list[str]:
-    """Say what `--check` refuses in a program; `pools` are the KV arrays' sizes in elements.
+    """Say what `--check` refuses in a program.
 
     `measured` and `limits` are by the same names; what has no limit is not checked.
     """
     found = []
-    if alias_bytes < donated_bytes:
-        found.append(f"{alias_bytes} bytes are aliased, of {donated_bytes} of KV and state")
-    if copies := hlo.pool_copies(pools):
-        found.append(f"whole KV arrays are made by {', '.join(copies)}")
+    if made.alias_bytes < made.donated_bytes:
+        found.append(
+            f"{made.alias_bytes} bytes are aliased, of {made.donated_bytes} of KV and state"
+        )
+    if made.pool_copies:
+        found.append(f"whole KV arrays are made by {', '.join(made.pool_copies)}")
     for name, limit in limits.items():
         if measured[name] > limit:
             found.append(f"{name} {measured[name]:.3f} exceeds {limit}")
@@ -170,19 +123,16 @@ class Report:
         max_batch: int,
         context: int,
         int4_uses: set[Use],
+        kv_dtype: KVDtype,
         limits: Mapping[str, Mapping[str, float]],
     ) -> None:
-        topology = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=(1, 1, 1))
-        chip = SingleDeviceSharding(topology.devices[0])
         self._config = config
         self._limits = limits
-        self._params = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip),
-            abstract_params(config, DTYPE, int4_uses),
-        )
+        self.reached: dict[str, dict[str, float]] = {}
+        self._params = on_chip(abstract_params(config, DTYPE, int4_uses))
         mix = PageMix.of_model(
             config,
-            DTYPE,
+            kv_dtype,
             max_batch=max_batch,
             chunk_tokens=extend_buckets(context, is_accelerator=True)[-1].tokens,
             tokens_per_point=TOKENS_PER_RESUME_POINT,
@@ -190,6 +140,7 @@ class Report:
         num_pages = mix.num_pages(int(RESIDENT_BYTES) - tree_bytes(self._params))
         self._plan = make_plan(
             dtype=DTYPE,
+            kv_dtype=kv_dtype,
             num_pages=num_pages,
             num_sliding_pages=mix.num_sliding_pages(num_pages),
             max_batch=max_batch,
@@ -206,51 +157,26 @@ class Report:
     def compile(self, name: str) -> list[str]:
         """Compile a program, print its row, and return its faults."""
         program, lower = self.programs[name]
-        start_s = time.perf_counter()
-        compiled = lower().compile()
-        compile_s = time.perf_counter() - start_s
-        memory, text = compiled.memory_analysis(), compiled.as_text()
-        if memory is None or text is None:
-            raise InvariantError("this compiler tells nothing of its programs")
-        hlo = Hlo(text)
-        config = self._config
-        count: dict[AttentionKind, int] = {
-            "full": self._plan.num_pages,
-            "sliding": self._plan.num_sliding_pages,
-        }
-        owners = [config.layers[i] for i in config.kv_owners]
-        pools = {count[o.kind] * PAGE_SIZE * o.num_kv_heads * o.head_dim for o in owners}
-        kv_bytes = sum(n * kv_bytes_per_page(config, DTYPE, kind) for kind, n in count.items())
-        sizes = (
-            tree_bytes(self._params),
-            kv_bytes,
-            memory.temp_size_in_bytes,
-            memory.alias_size_in_bytes,
-        )
-        hlo.kernel_ms = estimate(hlo.kernels())
-        cost = hlo.cost(min)
-        lowest_ms = floor_ms(program, config, self._params)
-        ratio = sum(cost) / lowest_ms
-        cells = [name, *(f"{n / 1e9:.3f}" for n in sizes), f"{compile_s:.0f}"]
-        kernels = Counter(kernel.name for kernel in hlo.kernels())
-        calls = ", ".join(f"{count} {kernel}" for kernel, count in kernels.items()) or "none"
-        cells += [f"{cost.cycles_ms:.2f}", f"{cost.kernel_ms:.2f} ({calls})"]
-        times = (cost.gather_ms, sum(cost), lowest_ms, ratio, sum(hlo.cost(max)))
+        made = estimate_step(program, self._plan, self._config, self._params, lower)
+        ratio = sum(made.least) / made.floor_ms
+        sizes = (made.weight_bytes, made.kv_bytes, made.temp_bytes, made.alias_bytes)
+        cells = [name, *(f"{n / 1e9:.3f}" for n in sizes), f"{made.compile_s:.0f}"]
+        calls = ", ".join(f"{count} {kernel}" for kernel, count in made.kernels.items()) or "none"
+        cells += [f"{made.least.cycles_ms:.2f}", f"{made.least.kernel_ms:.2f} ({calls})"]
+        times = (made.least.gather_ms, sum(made.least), made.floor_ms, ratio, sum(made.most))
         cells += [f"{value:.2f}" for value in times]
-        cells.append(str(sum(step.opcode == "sort" for step in hlo.steps())))
+        cells.append(str(made.num_sorts))
         print("|", " | ".join(cells), "|", flush=True)
-        state = jax.eval_shape(partial(make_state, self._plan.num_slots, config.vocab_size))
-        donated_bytes = kv_bytes + tree_bytes(state)
-        temp = memory.temp_size_in_bytes
-        measured = {
-            "temp_gb": temp / 1e9,
-            "ratio": ratio,
-            "device_gb": (tree_bytes(self._params) + donated_bytes + temp) / 1e9,
-        }
+        self.reached[name] = {"temp_gb": made.temp_bytes / 1e9, "ratio": ratio}
+        measured = {**self.reached[name], "device_gb": made.device_bytes / 1e9}
         limits = {"device_gb": HBM_BYTES / 1e9, **self._limits.get(name, {})}
-        alias_bytes = memory.alias_size_in_bytes
-        faults = find_faults(hlo, alias_bytes, donated_bytes, pools, measured, limits)
-        return [f"{name}: {fault}" for fault in faults]
+        return [f"{name}: {fault}" for fault in find_faults(made, measured, limits)]
+
+
+def limit_line(name: str, reached: Mapping[str, float]) -> str:
+    """Return a line of scripts/tpu_limits.toml that leaves what a program reached some room."""
+    limits = (f"{key} = {value * HEADROOM:.2g}" for key, value in reached.items())
+    return f'"{name}" = {{ {", ".join(limits)} }}'
 
 
 def read_limits(options: str) -> dict[str, dict[str, float]]:
@@ -266,6 +192,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many; whole periods of 5, for E4B 6")
     parser.add_argument("--weights", choices=("bf16", "int4"), default="bf16", help="of linears")
     parser.add_argument("--ple-dtype", choices=("bf16", "int4"), default="bf16")
+    parser.add_argument("--kv-dtype", choices=("bf16", "int8"), default="bf16")
     parser.add_argument("--batch", default="1,8,32", help="rows of decodes, powers of two")
     parser.add_argument("--extend", default="256,2048", help="tokens of extends; may be empty")
     parser.add_argument("--context", type=int, default=8192)
@@ -280,7 +207,8 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")
 
     options = (
-        f"{args.model}, {args.weights} weights, {args.ple_dtype} table, context {args.context}"
+        f"{args.model}, {args.weights} weights, {args.ple_dtype} table, {args.kv_dtype} KV,"
+        f" context {args.context}"
     )
     if args.layers:
         options += f", {args.layers} layers"
@@ -289,7 +217,10 @@ def main() -> int:
         int4_uses.add("ple_table")
     rows = [int(n) for n in args.batch.split(",") if n]
     config = model_config(args.model, args.layers)
-    report = Report(config, max(rows, default=8), args.context, int4_uses, read_limits(options))
+    kv_dtype: KVDtype = "int8" if args.kv_dtype == "int8" else "bfloat16"
+    max_batch = max(rows, default=8)
+    limits = read_limits(options)
+    report = Report(config, max_batch, args.context, int4_uses, kv_dtype, limits)
     names = [f"decode {n}" for n in rows] + [f"extend {n}" for n in args.extend.split(",") if n]
     if unknown := set(names) - set(report.programs):
         sys.exit(f"not among {', '.join(report.programs)}: {', '.join(unknown)}")
@@ -297,6 +228,8 @@ def main() -> int:
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     with ThreadPoolExecutor(MAX_COMPILES) as pool:
         faults = [fault for found in pool.map(report.compile, names) for fault in found]
+    lines = [limit_line(name, report.reached[name]) for name in names]
+    print(f'\nAs limits, with room:\n\n["{options}"]', *lines, sep="\n", flush=True)
     sys.stderr.writelines(f"{fault}\n" for fault in faults)
     return int(args.check and bool(faults))
 

@@ -22,7 +22,7 @@ def greedy(tensors: Tensors, config: ModelConfig, ids: list[int], n: int) -> lis
     return ids[-n:]
 
 
-def logits(w: Tensors, config: ModelConfig, ids: list[int]) -> Array:
+def logits(w: Tensors, config: ModelConfig, ids: list[int], *, int8_kv: bool = False) -> Array:
     """Return float32 [T, V]; `w` holds the text model's tensors by name without prefix."""
     one_plus = np.float32(1 if config.model_type.startswith("gemma3") else 0)
 
@@ -52,7 +52,8 @@ def logits(w: Tensors, config: ModelConfig, ids: list[int]) -> Array:
             k = linear(a, attn + "k_proj").reshape(kv_heads)
             v = linear(a, attn + "v_proj").reshape(kv_heads) if layer.has_v_proj else k
             k = _rope(norm(k, attn + "k_norm"), layer)
-            caches[i] = k, _rms(v, config) if config.has_v_norm else v
+            v = _rms(v, config) if config.has_v_norm else v
+            caches[i] = (_round(k), _round(v)) if int8_kv else (k, v)
         o = _attend(q, *caches[layer.kv_source], layer, config)
         x = x + norm(linear(o, attn + "o_proj"), path + "post_attention_layernorm")
         m = norm(x, path + "pre_feedforward_layernorm")
@@ -71,6 +72,13 @@ def logits(w: Tensors, config: ModelConfig, ids: list[int]) -> Array:
 
 def _rms(x: Array, config: ModelConfig) -> Array:
     y: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(config.norm_eps))
+    return y
+
+
+def _round(x: Array) -> Array:
+    """Round each head's largest value to 127 levels, and all others with it."""
+    step = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    y: Array = np.round(x / step) * step
     return y
 
 

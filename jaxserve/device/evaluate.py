@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from jaxserve.models.attention import PagedRows
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import KVCache, make_cache, stored_dtype
+from jaxserve.models.key_balance import balance_keys
+from jaxserve.models.kv_cache import KVCache, KVDtype, make_cache, stored_dtype
 from jaxserve.models.params import Params
 from jaxserve.models.transformer import logits, run_reading_layers, run_writing_layers
 
@@ -35,7 +36,7 @@ def _run_block(
     chunk_pages: int,
 ) -> tuple[KVCache, jax.Array]:
     """Run positions [start, start + num_valid) of one sequence; returns logits [T, V] of all."""
-    num_pages = cache.k[0].shape[0]
+    num_pages = jax.tree.leaves(cache)[0].shape[0]
     table_RM = jnp.arange(1, num_pages, dtype=jnp.int32)[None]
     rows = PagedRows(
         start_R=start[None],
@@ -50,18 +51,24 @@ def _run_block(
     return cache, logits(params, config, x_TD).T
 
 
-class _Sequence:
+class PagedSequence:
     """One sequence in a cache of its own."""
 
     def __init__(
-        self, params: Params, config: ModelConfig, num_tokens: int, page_size: int
+        self,
+        params: Params,
+        config: ModelConfig,
+        num_tokens: int,
+        page_size: int,
+        kv_dtype: KVDtype | None,
     ) -> None:
         pages = 8  # doubled until it fits: few shapes, few compilations
         while pages * page_size < num_tokens:
             pages *= 2
         is_accelerator = jax.default_backend() != "cpu"
-        dtype = stored_dtype(str(params.embed_VD.dtype), is_accelerator=is_accelerator)
-        self._params, self._config = params, config
+        dtype = stored_dtype(kv_dtype or str(params.embed_VD.dtype), is_accelerator=is_accelerator)
+        self._params = balance_keys(params, config) if kv_dtype == "int8" else params
+        self._config = config
         self._cache = make_cache(
             config,
             num_pages=pages + 1,
@@ -89,10 +96,19 @@ class _Sequence:
 
 
 def prompt_logits(
-    params: Params, config: ModelConfig, ids: list[int], *, page_size: int = 32, chunk: int = 64
+    params: Params,
+    config: ModelConfig,
+    ids: list[int],
+    *,
+    page_size: int = 32,
+    chunk: int = 64,
+    kv_dtype: KVDtype | None = None,
 ) -> Float32Array:
-    """Return logits [T, V] of every position, the prompt taken in by chunks."""
-    sequence = _Sequence(params, config, len(ids), page_size)
+    """Return logits [T, V] of every position, the prompt taken in by chunks.
+
+    Keys and values are kept in the weights' dtype unless `kv_dtype` says otherwise.
+    """
+    sequence = PagedSequence(params, config, len(ids), page_size, kv_dtype)
     chunks = [ids[i : i + chunk] for i in range(0, len(ids), chunk)]
     return np.concatenate([sequence.append(part, chunk) for part in chunks])
 
@@ -101,7 +117,7 @@ def greedy(
     params: Params, config: ModelConfig, ids: list[int], n: int, *, page_size: int = 32
 ) -> tuple[list[int], Float32Array]:
     """Continue a prompt by its n most likely tokens; returns them and their logits [n, V]."""
-    sequence = _Sequence(params, config, len(ids) + n, page_size)
+    sequence = PagedSequence(params, config, len(ids) + n, page_size, None)
     for i in range(0, len(ids), 64):
         logits_TV = sequence.append(ids[i : i + 64], 64)
     tokens, step_logits = [], []

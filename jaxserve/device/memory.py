@@ -6,9 +6,10 @@ It does arithmetic on bytes and knows no arrays.
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from jaxserve.device.plan import PAGE_SIZE, kv_bytes_per_page, pages_for
+from jaxserve.device.plan import PAGE_SIZE, pages_for
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_cache import KVDtype, bytes_per_page
 from jaxserve.models.windows import Windows
 
 GIB = 1 << 30
@@ -19,12 +20,14 @@ class PageMix:
     """How KV bytes are shared out to the two kinds of page.
 
     Attributes:
+        kv_dtype: of what the pages hold.
         num_working_pages: sliding pages for what runs: the windows of all rows and one chunk.
         pages_per_point: sliding pages of a resume point.
         tokens_per_point: cached tokens for which there shall be one resume point.
         least_points: but no fewer than these: each row is to leave one.
     """
 
+    kv_dtype: KVDtype
     bytes_per_page: int
     bytes_per_sliding_page: int
     num_working_pages: int
@@ -36,7 +39,7 @@ class PageMix:
     def of_model(
         cls,
         config: ModelConfig,
-        dtype: str,
+        kv_dtype: KVDtype,
         *,
         max_batch: int,
         chunk_tokens: int,
@@ -45,8 +48,9 @@ class PageMix:
         """Return the mix of a model, for so many rows and tokens of the largest chunk."""
         windows = Windows(page_size=PAGE_SIZE, window=config.window)
         return cls(
-            bytes_per_page=kv_bytes_per_page(config, dtype, "full"),
-            bytes_per_sliding_page=kv_bytes_per_page(config, dtype, "sliding"),
+            kv_dtype=kv_dtype,
+            bytes_per_page=bytes_per_page(config, "full", PAGE_SIZE, kv_dtype),
+            bytes_per_sliding_page=bytes_per_page(config, "sliding", PAGE_SIZE, kv_dtype),
             num_working_pages=max_batch * windows.row_pages + pages_for(chunk_tokens),
             pages_per_point=windows.point_pages,
             tokens_per_point=tokens_per_point,
@@ -67,6 +71,19 @@ class PageMix:
     def _num_bytes(self, num_pages: int) -> int:
         num_sliding_pages = self.num_sliding_pages(num_pages)
         return num_pages * self.bytes_per_page + num_sliding_pages * self.bytes_per_sliding_page
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """The two sizes, in bytes, that a device's memory decides.
+
+    Attributes:
+        kv_bytes: what the page pools may take.
+        temp_bytes: most that one program needs beside its arguments and results.
+    """
+
+    kv_bytes: int
+    temp_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +140,11 @@ class MemoryBudget:
             ("slots and grammars", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             *(
-                (name, f"{_gib(count * size)} = {count} pages of {PAGE_SIZE} tokens")
+                (
+                    name,
+                    f"{_gib(count * size)} = {count} pages of {PAGE_SIZE} tokens,"
+                    f" {self.mix.kv_dtype}",
+                )
                 for name, count, size in kinds
             ),
             ("KV tokens", f"{self.num_tokens}"),

@@ -8,7 +8,7 @@ in one piece, so there is a bucket for them (docs/decisions/0010).
 from dataclasses import dataclass
 
 from jaxserve.device.buckets import ExtendBucket
-from jaxserve.models.config import AttentionKind, ModelConfig
+from jaxserve.models.kv_cache import KVDtype
 
 PAGE_SIZE = 32
 """Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
@@ -26,7 +26,8 @@ class DevicePlan:
     """Static sizes of the runner and its programs.
 
     Attributes:
-        dtype: of matrices and their operands, "bfloat16" or "float32"; the cached values' too.
+        dtype: of matrices and their operands, "bfloat16" or "float32".
+        kv_dtype: of cached keys and values.
         is_accelerator: whether the device is anything but a CPU.
         num_pages: full-attention pages, the scratch page 0 included.
         num_sliding_pages: the same of sliding layers.
@@ -39,6 +40,7 @@ class DevicePlan:
     """
 
     dtype: str
+    kv_dtype: KVDtype
     is_accelerator: bool
     page_size: int
     num_pages: int
@@ -57,14 +59,10 @@ def pages_for(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_SIZE)
 
 
-def kv_bytes_per_page(config: ModelConfig, dtype: str, kind: AttentionKind) -> int:
-    """Return the bytes of one page over all layers of a kind."""
-    return PAGE_SIZE * config.kv_values_per_token(kind) * (2 if dtype == "bfloat16" else 4)
-
-
 def make_plan(
     *,
     dtype: str,
+    kv_dtype: KVDtype,
     num_pages: int,
     num_sliding_pages: int,
     max_batch: int,
@@ -78,6 +76,7 @@ def make_plan(
     powers = ACCELERATOR_ROWS if is_accelerator else [2**i for i in range(max_batch.bit_length())]
     return DevicePlan(
         dtype=dtype,
+        kv_dtype=kv_dtype,
         is_accelerator=is_accelerator,
         page_size=PAGE_SIZE,
         num_pages=num_pages,

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jax.stages import Compiled, Lowered
+from jax.typing import DTypeLike
 
 from jaxserve.device import logprobs, programs
 from jaxserve.device.adjustments import (
@@ -43,8 +45,11 @@ from jaxserve.types import Guidance, SamplingParams, TokenLogprobs
 StepProgram = DecodeBucket | ExtendShape
 """What a step's program is compiled for."""
 
-Program = StepProgram | Literal["write_table", "write_arena", "copy_pages"]
-"""What a program is compiled for: the last two parts of slots' adjustments, and of grammars."""
+OtherProgram = Literal["allocate", "write_table", "write_arena", "copy_pages"]
+
+Program = StepProgram | OtherProgram
+"""What a program is compiled for: `allocate` makes the cache and the slots' state, `write_table`
+and `write_arena` write parts of slots' adjustments, and of grammars."""
 
 ARENA_PIECE_ROWS = 16
 """Rows that `write_arena` writes at once: 0.5 MiB at a vocabulary of 262,144."""
@@ -108,31 +113,58 @@ def step_programs(plan: DevicePlan) -> list[StepProgram]:
 
 
 def lowerings(
-    plan: DevicePlan, config: ModelConfig, params: Params
+    plan: DevicePlan,
+    config: ModelConfig,
+    params: Params,
+    sharding: SingleDeviceSharding | None = None,
 ) -> dict[Program, Callable[[], Lowered]]:
-    """Return what to call to lower each program; `params` may be arrays or their shapes."""
-    cache = jax.eval_shape(lambda: _make_cache(plan, config))
-    state = jax.eval_shape(lambda: _make_state(plan, config))
+    """Return what to call to lower each program; `params` may be arrays or their shapes.
+
+    `sharding`: of a device that is not at hand, which the shapes of `params` name as well.
+    """
+
+    def shape(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    allocate = partial(_allocate, plan, config)
+    cache, state = jax.tree.map(
+        lambda leaf: shape(leaf.shape, leaf.dtype), jax.eval_shape(allocate)
+    )
 
     def lower(program: Program) -> Lowered:
+        if program == "allocate":
+            return jax.jit(allocate, out_shardings=sharding).lower()
         if program == "write_table":
-            piece = jax.ShapeDtypeStruct((PIECE_SIZE,), jnp.int32)
+            piece = shape((PIECE_SIZE,), jnp.int32)
             return jax.jit(_write_piece, donate_argnums=0).lower(state, piece)
         if program == "write_arena":
-            size = ARENA_PIECE_ROWS * (1 + row_words(config.vocab_size))
-            piece = jax.ShapeDtypeStruct((size,), jnp.uint32)
+            piece = shape((ARENA_PIECE_ROWS * (1 + row_words(config.vocab_size)),), jnp.uint32)
             return jax.jit(_write_rows, donate_argnums=0).lower(state, piece)
         if program == "copy_pages":
-            copies = jax.ShapeDtypeStruct((plan.num_slots, COPY_FIELDS), jnp.int32)
+            copies = shape((plan.num_slots, COPY_FIELDS), jnp.int32)
             copy = jax.jit(copy_pages, static_argnums=1, donate_argnums=0)
             return copy.lower(cache, config, copies)
-        function, staged_shape = _step_function(program, plan, config)
-        staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
+        function, staged_shape = step_function(program, plan, config)
+        staged = shape(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
 
-    others: list[Program] = ["write_table", "write_arena", "copy_pages"]
-    all_programs: list[Program] = [*step_programs(plan), *others]
+    all_programs: list[Program] = [*step_programs(plan), *get_args(OtherProgram)]
     return {program: partial(lower, program) for program in all_programs}
+
+
+def name_of(program: Program) -> str:
+    """Name a program, such as decode-8x256 of 8 rows and page tables of 256 entries."""
+    if isinstance(program, DecodeBucket):
+        return f"decode-{program.rows}x{program.table_size}"
+    if isinstance(program, ExtendShape):
+        kind = "score" if program.scores else "extend"
+        return f"{kind}-{program.bucket.tokens}x{program.table_size}"
+    return program
+
+
+def _allocate(plan: DevicePlan, config: ModelConfig) -> tuple[KVCache, DecodeState]:
+    """Make empty pages and slots."""
+    return empty_cache(plan, config), empty_state(plan, config)
 
 
 def _write_piece(state: DecodeState, piece: jax.Array) -> DecodeState:
@@ -143,7 +175,7 @@ def _write_rows(state: DecodeState, piece: jax.Array) -> DecodeState:
     return replace(state, arena_NR=write_rows(state.arena_NR, piece))
 
 
-def _step_function(
+def step_function(
     program: StepProgram, plan: DevicePlan, config: ModelConfig
 ) -> tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]:
     """Return a program's function of (params, cache, state, staged) and its staged data's shape."""
@@ -163,12 +195,14 @@ def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> Ex
     )
 
 
-def _make_state(plan: DevicePlan, config: ModelConfig) -> DecodeState:
+def empty_state(plan: DevicePlan, config: ModelConfig) -> DecodeState:
+    """Make the slots of a plan."""
     return make_state(plan.num_slots, config.vocab_size, plan.arena_rows)
 
 
-def _make_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
-    dtype = stored_dtype(plan.dtype, is_accelerator=plan.is_accelerator)
+def empty_cache(plan: DevicePlan, config: ModelConfig) -> KVCache:
+    """Make the pages of a plan."""
+    dtype = stored_dtype(plan.kv_dtype, is_accelerator=plan.is_accelerator)
     return make_cache(
         config,
         num_pages=plan.num_pages,
@@ -192,8 +226,7 @@ class ModelRunner:
         self._plan = plan
         self._window = config.window
         self._programs = compiled
-        self._cache = _make_cache(plan, config)
-        self._state = _make_state(plan, config)
+        self._cache, self._state = compiled["allocate"]()
         self._vocab_size = config.vocab_size
         self._arena = Arena(
             num_rows=plan.arena_rows, num_slots=plan.num_slots, vocab_size=config.vocab_size

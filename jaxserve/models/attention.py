@@ -12,9 +12,19 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.models.config import AttentionKind
-from jaxserve.models.kv_cache import from_stored, to_stored
+from jaxserve.models.kv_cache import (
+    FloatPages,
+    Int8Pages,
+    Pages,
+    from_stored,
+    from_words,
+    to_levels,
+    to_stored,
+    to_words,
+)
 from jaxserve.models.layers import pad_rows
 
 MASKED = -1e30
@@ -22,6 +32,9 @@ MASKED = -1e30
 
 SCRATCH_PAGE = 0
 """Where padding writes its keys and values; no sequence owns it."""
+
+Scales = tuple[jax.Array, jax.Array]
+"""Of int8 keys and of int8 values, [B, S]."""
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 """One under way: maximum [B, Q], sum of weights [B, Q], weighted values [B, Q, E]."""
@@ -62,12 +75,11 @@ class PagedRows:
 
 
 def write_pages(
-    pages_PZX: jax.Array, new_NX: jax.Array, rows: PagedRows, kind: AttentionKind
-) -> jax.Array:
-    """Return the pages with the rows' new keys (or values) [R·T, X] in their places."""
-    page_size = pages_PZX.shape[1]
+    pages: Pages, k_NKE: jax.Array, v_NKE: jax.Array, rows: PagedRows, kind: AttentionKind
+) -> Pages:
+    """Return the pages with the rows' new keys and values, of N ≥ R·T tokens, in their places."""
+    page_size = pages.positions
     position_RT = rows.positions_RT
-    new_NX = new_NX[: position_RT.size]
     table_RM = rows.table_of(kind)
     page_RT = jnp.take_along_axis(table_RM, position_RT // page_size, axis=1, mode="clip")
     is_written_RT = jnp.arange(rows.block) < rows.num_valid_R[:, None]
@@ -75,28 +87,47 @@ def write_pages(
         is_written_RT &= position_RT >= rows.full_start_R[:, None]
     page_N = jnp.where(is_written_RT, page_RT, SCRATCH_PAGE).reshape(-1)
     offset_N = (position_RT % page_size).reshape(-1)
-    new_NX = to_stored(new_NX, pages_PZX.dtype)
-    return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
+    k_NKE, v_NKE = k_NKE[: page_N.size], v_NKE[: page_N.size]
+
+    def write(pages_PZX: jax.Array, new_NKE: jax.Array) -> jax.Array:
+        new_NX = new_NKE.reshape(page_N.size, -1)
+        return pages_PZX.at[page_N, offset_N].set(new_NX, mode="promise_in_bounds")
+
+    if isinstance(pages, FloatPages):
+        dtype = pages.k_PZX.dtype
+        return FloatPages(
+            k_PZX=write(pages.k_PZX, to_stored(k_NKE, dtype)),
+            v_PZX=write(pages.v_PZX, to_stored(v_NKE, dtype)),
+        )
+    k_NKE, k_scale_NK = to_levels(k_NKE)
+    v_NKE, v_scale_NK = to_levels(v_NKE)
+    scale_NJ = jnp.concatenate([k_scale_NK, v_scale_NK], axis=1)
+    lane_NJ = offset_N[:, None] + page_size * jnp.arange(scale_NJ.shape[1])
+    to = pages.scale_PJ.at[page_N[:, None], lane_NJ]
+    return Int8Pages(
+        kv_PZX=write(pages.kv_PZX, to_words(k_NKE, v_NKE)),
+        scale_PJ=to.set(scale_NJ, mode="promise_in_bounds"),
+    )
 
 
 def attend(
     q_RTHE: jax.Array,
-    k_PZX: jax.Array,
-    v_PZX: jax.Array,
+    pages: Pages,
     rows: PagedRows,
     *,
     window: int | None,
     chunk_pages: int,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Attend to all stored keys up to each query's own position, float32 [R, T, H, E].
 
-    Queries are scaled already. A sliding layer (`window` keys, the query's own included) reads only
-    the pages that hold its rows' windows. Reads go in chunks of `chunk_pages` with a running
-    softmax, as many as the longest row needs; where one chunk holds whatever a row can need, there
-    is no loop.
+    Queries are scaled already; products have operands of `dtype`. A sliding layer (`window` keys,
+    the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
+    of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
+    whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
     """
     num_rows, block, num_heads, head_dim = q_RTHE.shape
-    page_size, num_kv_heads = k_PZX.shape[1], k_PZX.shape[2] // head_dim
+    page_size, num_kv_heads = pages.positions, pages.width // head_dim
     group = num_heads // num_kv_heads
     table_RM = rows.table_of("full" if window is None else "sliding")
     table_size = table_RM.shape[1]
@@ -111,21 +142,21 @@ def attend(
     chunk_pages = min(chunk_pages, most_pages)
 
     q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
-    q_BQE = q_RKTGE.reshape(num_rows * num_kv_heads, block * group, head_dim)
+    q_BQE = q_RKTGE.reshape(num_rows * num_kv_heads, block * group, head_dim).astype(dtype)
     position_RQ = jnp.repeat(rows.positions_RT, group, axis=1)
 
     def add_chunk(chunk: jax.Array | int, softmax: Softmax) -> Softmax:
         index_RC = first_R[:, None] + chunk * chunk_pages + jnp.arange(chunk_pages)
         page_RC = jnp.take_along_axis(table_RM, index_RC, axis=1, mode="clip")
-        k_BSE = _read(k_PZX, page_RC, head_dim)
-        v_BSE = _read(v_PZX, page_RC, head_dim)
+        k_BSE, v_BSE, scales = _read(pages, page_RC, head_dim)
         key_RS = (index_RC[:, :, None] * page_size + jnp.arange(page_size)).reshape(num_rows, -1)
         distance_RQS = position_RQ[:, :, None] - key_RS[:, None, :]
         visible_RQS = distance_RQS >= 0
         if window is not None:
             visible_RQS &= distance_RQS < window
         visible_BQS = jnp.repeat(visible_RQS, num_kv_heads, axis=0)
-        return _accumulate(q_BQE, k_BSE, v_BSE, visible_BQS, softmax)
+        k_BSE, v_BSE = k_BSE.astype(dtype), v_BSE.astype(dtype)
+        return _accumulate(q_BQE, k_BSE, v_BSE, scales, visible_BQS, softmax)
 
     shape = q_BQE.shape[:2]
     softmax = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_BQE.shape))
@@ -139,9 +170,24 @@ def attend(
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
 
 
-def _read(pages_PZX: jax.Array, page_RC: jax.Array, head_dim: int) -> jax.Array:
-    """Gather pages as [B, S, E]."""
-    values_RCZX = from_stored(pages_PZX.at[page_RC].get(mode="promise_in_bounds"))
+def _read(
+    pages: Pages, page_RC: jax.Array, head_dim: int
+) -> tuple[jax.Array, jax.Array, Scales | None]:
+    """Gather pages' keys and values, [B, S, E]; of int8 the levels, and their scales."""
+    if isinstance(pages, FloatPages):
+        k_BSE = from_stored(_gather(pages.k_PZX, page_RC, head_dim))
+        return k_BSE, from_stored(_gather(pages.v_PZX, page_RC, head_dim)), None
+    k_BSE, v_BSE = from_words(_gather(pages.kv_PZX, page_RC, head_dim))
+    num_kv_heads = pages.width // head_dim
+    row_RCJ = pages.scale_PJ.at[page_RC].get(mode="promise_in_bounds")
+    row_RCJ = row_RCJ[:, :, : 2 * num_kv_heads * pages.positions]
+    scale_RC2KZ = row_RCJ.reshape(*page_RC.shape, 2, num_kv_heads, pages.positions)
+    k_scale_BS, v_scale_BS = scale_RC2KZ.transpose(2, 0, 3, 1, 4).reshape(2, *k_BSE.shape[:2])
+    return k_BSE, v_BSE, (k_scale_BS, v_scale_BS)
+
+
+def _gather(pages_PZX: jax.Array, page_RC: jax.Array, head_dim: int) -> jax.Array:
+    values_RCZX = pages_PZX.at[page_RC].get(mode="promise_in_bounds")
     num_rows, num_kv_heads = page_RC.shape[0], pages_PZX.shape[2] // head_dim
     values_RSKE = values_RCZX.reshape(num_rows, -1, num_kv_heads, head_dim)
     return values_RSKE.swapaxes(1, 2).reshape(num_rows * num_kv_heads, -1, head_dim)
@@ -151,6 +197,7 @@ def _accumulate(
     q_BQE: jax.Array,
     k_BSE: jax.Array,
     v_BSE: jax.Array,
+    scales: Scales | None,
     visible_BQS: jax.Array,
     softmax: Softmax,
 ) -> Softmax:
@@ -160,15 +207,15 @@ def _accumulate(
     page holds; a model whose values are not finite is lost anyway.
     """
     old_max_BQ, sum_BQ, out_BQE = softmax
-    dtype = k_BSE.dtype
-    s_BQS = jnp.einsum(
-        "BQE,BSE->BQS", q_BQE.astype(dtype), k_BSE, preferred_element_type=jnp.float32
-    )
+    s_BQS = jnp.einsum("BQE,BSE->BQS", q_BQE, k_BSE, preferred_element_type=jnp.float32)
+    if scales is not None:
+        s_BQS *= scales[0][:, None, :]
     s_BQS = jnp.where(visible_BQS, s_BQS, MASKED)
     max_BQ = jnp.maximum(old_max_BQ, s_BQS.max(axis=-1))
     p_BQS = jnp.exp(s_BQS - max_BQ[..., None])
+    weight_BQS = p_BQS if scales is None else p_BQS * scales[1][:, None, :]
     new_BQE = jnp.einsum(
-        "BQS,BSE->BQE", p_BQS.astype(dtype), v_BSE, preferred_element_type=jnp.float32
+        "BQS,BSE->BQE", weight_BQS.astype(v_BSE.dtype), v_BSE, preferred_element_type=jnp.float32
     )
     # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk that
     # it does see shrinks them by exp(MASKED - maximum) = 0.

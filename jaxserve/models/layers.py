@@ -7,6 +7,7 @@ Activations are float32; a product rounds its input to the weight's dtype and ac
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxserve.kernels.int4_matmul import (
     int4_added_matmul,
@@ -28,6 +29,11 @@ LEFT_WEIGHT_MAX_ROWS = 32
 """Up to so many rows the weight is the left operand, the form that streams it fastest on a CPU."""
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
+
+
+def operand_dtype(w_OI: Matrix) -> DTypeLike:
+    """Return what a product rounds its input to, and attention its operands."""
+    return jnp.bfloat16 if isinstance(w_OI, Int4Matrix) else w_OI.dtype
 
 
 def linear(w_OI: Matrix, x_NI: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax import lax
 from jaxserve.models.attention import PagedRows, attend, write_pages
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.int4_table import take_rows
-from jaxserve.models.kv_cache import KVCache
+from jaxserve.models.kv_cache import KVCache, Pages
 from jaxserve.models.layers import (
     add_linear,
     apply_rope,
@@ -26,6 +26,7 @@ from jaxserve.models.layers import (
     linear_transposed,
     norm,
     normed_linear,
+    operand_dtype,
     pad_rows,
     rms,
     rope_tables,
@@ -77,16 +78,15 @@ def keys_and_values(
     k_norm_E: jax.Array,
     rope: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Bring projected keys and values to the form that is stored, [N, K·E] each."""
-    num_tokens = kv_NO.shape[0]
-    shape = (num_tokens, layer.num_kv_heads, layer.head_dim)
+    """Bring projected keys and values to the form that is stored, [N, K, E] each."""
+    shape = (kv_NO.shape[0], layer.num_kv_heads, layer.head_dim)
     width = layer.num_kv_heads * layer.head_dim
     raw_k = kv_NO[:, :width].reshape(shape)
     v = kv_NO[:, width:].reshape(shape) if layer.has_v_proj else raw_k
     k = apply_rope(norm(raw_k, k_norm_E, config.norm_eps), rope)
     if config.has_v_norm:
         v = rms(v, config.norm_eps)
-    return k.reshape(num_tokens, width), v.reshape(num_tokens, width)
+    return k, v
 
 
 @partial(jax.jit, static_argnames=("layer", "config", "chunk_pages", "writes"))
@@ -98,15 +98,14 @@ def decoder_layer(
     layer_scalar: jax.Array,
     ple_NW: jax.Array | None,
     rope: tuple[jax.Array, jax.Array],
-    k_PZX: jax.Array,
-    v_PZX: jax.Array,
+    pages: Pages,
     rows: PagedRows,
     *,
     layer: LayerConfig,
     config: ModelConfig,
     chunk_pages: int,
     writes: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Run one layer; returns the stream and the pages, changed only if the layer `writes` them.
 
     Jitted so that equal layers are traced once; the step program inlines it.
@@ -122,17 +121,16 @@ def decoder_layer(
         q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, head_dim)
         q_NHE = apply_rope(norm(q_NHE, q_norm_E, eps), rope) * config.attention_scale
         if writes:
-            k_NX, v_NX = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
-            k_PZX = write_pages(k_PZX, k_NX, rows, layer.kind)
-            v_PZX = write_pages(v_PZX, v_NX, rows, layer.kind)
+            k_NKE, v_NKE = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
+            pages = write_pages(pages, k_NKE, v_NKE, rows, layer.kind)
         num_real = rows.table_RM.shape[0] * rows.block
         out_RTHE = attend(
             q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, head_dim),
-            k_PZX,
-            v_PZX,
+            pages,
             rows,
             window=config.window if layer.kind == "sliding" else None,
             chunk_pages=chunk_pages,
+            dtype=operand_dtype(weights.o_DQ),
         )
         out_NQ = pad_rows(out_RTHE.reshape(num_real, q_width))
         x_ND = add_linear(x_ND, weights.o_DQ, out_NQ, attention_norm, eps)
@@ -147,7 +145,7 @@ def decoder_layer(
             x_ND = add_linear(x_ND, weights.ple_proj_DP, gated_NW, ple_out_norm, eps)
     if config.has_layer_scalar:
         x_ND *= layer_scalar
-    return x_ND, k_PZX, v_PZX
+    return x_ND, pages
 
 
 def _rope_tables(config: ModelConfig, positions_N: jax.Array) -> RopeTables:
@@ -188,12 +186,12 @@ def run_layers(
     stream = jax.tree.map(pad_rows, stream)
     rope = _rope_tables(config, pad_rows(rows.positions_RT.reshape(-1)))
     x_ND, ple_NLW = stream.x_ND, stream.ple_NLW
-    k, v = list(cache.k), list(cache.v)
+    pages = list(cache.layers)
     for i in layers:
         layer = config.layers[i]
         owner = config.kv_owners.index(layer.kv_source)
         with jax.named_scope(f"layer_{i}"):
-            x_ND, k[owner], v[owner] = decoder_layer(
+            x_ND, pages[owner] = decoder_layer(
                 x_ND,
                 params.layers[i],
                 params.norms_LND[i],
@@ -201,8 +199,7 @@ def run_layers(
                 params.layer_scalar_L[i],
                 None if ple_NLW is None else ple_NLW[:, i],
                 rope[layer.kind],
-                k[owner],
-                v[owner],
+                pages[owner],
                 rows,
                 # With their sources' indices, equal layers would be traced one by one.
                 layer=replace(layer, kv_source=0),
@@ -211,7 +208,7 @@ def run_layers(
                 writes=layer.kv_source == i,
             )
     stream = jax.tree.map(lambda x: x[:num_tokens], Stream(x_ND=x_ND, ple_NLW=ple_NLW))
-    return stream, KVCache(k=tuple(k), v=tuple(v))
+    return stream, KVCache(layers=tuple(pages))
 
 
 def run_writing_layers(

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import jax
 import pytest
 
 from tests.checkpoints import Kind
@@ -102,8 +103,7 @@ def test_no_step_copies_a_kv_array(e2b: TinyModel) -> None:
     runner = e2b.runner
 
     def addresses() -> list[int]:
-        cache = runner._cache
-        return [array.unsafe_buffer_pointer() for array in (*cache.k, *cache.v)]
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(runner._cache)]
 
     before = addresses()
     driven.prefill(slot, chunk=16)

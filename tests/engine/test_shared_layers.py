@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.state import Column, HostRows, make_state
 from jaxserve.models.attention import SCRATCH_PAGE
 from jaxserve.models.config import AttentionKind, LayerConfig
-from jaxserve.models.kv_cache import KVCache
+from jaxserve.models.kv_cache import FloatPages, KVCache
 from jaxserve.models.params import Params
 from jaxserve.models.specs import random_params
 from tests.checkpoints import Array
@@ -32,24 +33,26 @@ PAGES: dict[AttentionKind, list[list[int]]] = {
 
 
 def owners(model: TinyModel) -> list[LayerConfig]:
-    return [model.config.layers[i] for i in model.config.kv_owners]
+    """Return the layer of each array of the cache: every owner twice, for keys and for values."""
+    return [model.config.layers[i] for i in model.config.kv_owners for _ in range(2)]
 
 
 def noise(model: TinyModel) -> list[Array]:
-    """Keys, then values, of every layer that owns a cache."""
+    """Keys and values of every layer that owns a cache, in turn."""
     rng, plan = np.random.default_rng(4), model.plan
     count = {"full": plan.num_pages, "sliding": plan.num_sliding_pages}
     shapes = [
         (count[layer.kind], plan.page_size, layer.num_kv_heads * layer.head_dim)
         for layer in owners(model)
     ]
-    return [rng.standard_normal(shape).astype(np.float32) for shape in 2 * shapes]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def decode(model: TinyModel, params: Params) -> list[Array]:
     """Run four rows over a cache of noise; return the cache then, and last the sampled ids."""
     plan, arrays = model.plan, [jnp.array(array) for array in noise(model)]
-    half = len(arrays) // 2
+    pairs = zip(arrays[::2], arrays[1::2], strict=True)
+    cache = KVCache(layers=tuple(FloatPages(k_PZX=k, v_PZX=v) for k, v in pairs))
     host = HostRows(plan.num_slots, plan.table_sizes[0])
     for slot in range(4):
         for kind, pages in PAGES.items():
@@ -57,17 +60,16 @@ def decode(model: TinyModel, params: Params) -> list[Array]:
     staged = host.stage(range(4), 4, plan.table_sizes[0])
     staged[:, Column.POSITION] = POSITIONS
     program = model.compiled[DecodeBucket(rows=4, table_size=plan.table_sizes[0])]
-    cache = KVCache(k=tuple(arrays[:half]), v=tuple(arrays[half:]))
     state = make_state(plan.num_slots, model.config.vocab_size, plan.arena_rows)
     cache, _, result = program(params, cache, state, staged)
-    return [np.asarray(array) for array in (*cache.k, *cache.v, result)]
+    return [np.asarray(array) for array in (*jax.tree.leaves(cache), result)]
 
 
 def test_a_step_writes_each_rows_own_position_and_no_other(e2b: TinyModel) -> None:
     *after, _ = decode(e2b, e2b.params)
 
     assert len(after) == 2 * len(e2b.config.kv_owners) == 6
-    for layer, before_PZX, after_PZX in zip(2 * owners(e2b), noise(e2b), after, strict=True):
+    for layer, before_PZX, after_PZX in zip(owners(e2b), noise(e2b), after, strict=True):
         expected = np.zeros(before_PZX.shape[:2], bool)
         for slot, position in enumerate(POSITIONS):
             page, offset = divmod(position, e2b.plan.page_size)

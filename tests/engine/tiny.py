@@ -1,6 +1,7 @@
 """Tiny random models on real runners, for tests of what only the device's side can get wrong."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
-from jaxserve.device.compiler import compile_all
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.runner import ModelRunner, Program, lowerings
 from jaxserve.engine.core import EngineCore
@@ -33,10 +33,12 @@ from jaxserve.types import (
 )
 from tests import oracle
 from tests.checkpoints import Array, Kind, Tensors, config_json, named_tensors, write_json_files
+from tests.compiling import OPTIONS
 
 # Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
 PLAN = DevicePlan(
     dtype="float32",
+    kv_dtype="float32",
     is_accelerator=False,
     page_size=8,
     num_pages=129,
@@ -67,7 +69,8 @@ class TinyModel:
 
     def logits(self, ids: Sequence[int]) -> Array:
         """Return the oracle's logits, float32 [T, V]."""
-        return oracle.logits(self.tensors, self.config, list(ids))
+        is_int8 = self.plan.kv_dtype == "int8"
+        return oracle.logits(self.tensors, self.config, list(ids), int8_kv=is_int8)
 
     def assert_greedy(self, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Check that each id is the likeliest by the oracle, after those before it."""
@@ -77,19 +80,15 @@ class TinyModel:
         assert (steps_NV.max(-1) - chosen_N).max() < CLOSE
 
 
-def make_tiny_model(
-    folder: Path, kind: Kind, *, plan: DevicePlan = PLAN, optimize: bool = True
-) -> TinyModel:
-    """Compile all programs of a plan for random float32 weights; twice as fast unoptimized."""
+def make_tiny_model(folder: Path, kind: Kind, *, plan: DevicePlan = PLAN) -> TinyModel:
+    """Compile all programs of a plan for random float32 weights."""
     write_json_files(folder, config_json(kind))
     config = load_config(folder)
     params = random_params(config, jnp.float32, seed=3)
     lower = lowerings(plan, config, params)
-    if optimize:
-        compiled = compile_all(lower, lambda done, total: None)
-    else:
-        options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-        compiled = {program: make().compile(options) for program, make in lower.items()}
+    with ThreadPoolExecutor() as pool:
+        made = pool.map(lambda make: make().compile(OPTIONS), lower.values())
+        compiled = dict(zip(lower, made, strict=True))
     return TinyModel(
         config=config,
         params=params,

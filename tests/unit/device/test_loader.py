@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.device.choices import LoadOptions
+from jaxserve.device.loader import load_model
 from jaxserve.errors import ConfigError
 from tests.checkpoints import config_json, write_json_files
 
@@ -29,6 +30,7 @@ def test_what_no_weights_could_make_fit(
         dtype="float32",
         weights="auto",
         ple_dtype="auto",
+        kv_dtype="auto",
         max_model_len=max_model_len,
         max_batch=2,
         kv_cache_bytes=kv_cache_bytes,

@@ -4,15 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.device.loader import DEVICE_FRACTION
+from jaxserve.device.choices import DEVICE_FRACTION
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
 from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
+from jaxserve.models.kv_cache import KVDtype
 from scripts.tpu_report import model_config
 
 # No page of the sliding kind costs anything.
 FULL_ONLY = PageMix(
+    kv_dtype="bfloat16",
     bytes_per_page=1_000,
     bytes_per_sliding_page=0,
     num_working_pages=3,
@@ -80,7 +82,7 @@ def test_the_table_names_every_share() -> None:
         "streams",
     ]
     assert "8.00 GiB" in table
-    assert "10 pages of 32 tokens" in table
+    assert "10 pages of 32 tokens, bfloat16" in table
     # A sequence of 100 tokens takes 4 of the 9 pages.
     assert "2 of 100 tokens" in table
     assert "none set" in budget().table(100)
@@ -106,12 +108,19 @@ def test_the_pools_together_are_the_most_that_fit(kv_bytes: int) -> None:
     assert num_bytes(num_pages) <= kv_bytes < num_bytes(num_pages + 1)
 
 
-def test_a_chip_of_32_gb_holds_the_tokens_that_are_promised_for_e2b() -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "tokens", "kib_per_page"),
+    # int8 has half the bytes, and 128 scales of 4 bytes a page in 3 full and in 12 sliding layers.
+    [("bfloat16", 3_300_000, (192, 384)), ("int8", 6_500_000, (96 + 1.5, 192 + 6))],
+)
+def test_a_chip_of_32_gb_holds_the_tokens_that_are_promised_for_e2b(
+    kv_dtype: KVDtype, tokens: int, kib_per_page: tuple[float, float]
+) -> None:
     """The table of docs/performance.md: estimated, for nothing here was measured on a chip."""
     config = model_config("e2b")
     max_batch = 16
     mix = PageMix.of_model(
-        config, "bfloat16", max_batch=max_batch, chunk_tokens=2048, tokens_per_point=8192
+        config, kv_dtype, max_batch=max_batch, chunk_tokens=2048, tokens_per_point=8192
     )
     limit_bytes = int(31.25 * GIB * DEVICE_FRACTION)  # what a v6e's runtime offers
     weight_bytes, temp_bytes = 6_560_000_000, 700_000_000
@@ -127,8 +136,8 @@ def test_a_chip_of_32_gb_holds_the_tokens_that_are_promised_for_e2b() -> None:
     )
 
     made.check(8192)
-    assert (mix.bytes_per_page, mix.bytes_per_sliding_page) == (6 * 1024 * 32, 12 * 1024 * 32)
-    assert made.num_tokens >= 3_300_000
+    assert (mix.bytes_per_page / 1024, mix.bytes_per_sliding_page / 1024) == kib_per_page
+    assert made.num_tokens >= tokens
     assert made.num_resume_points >= made.num_tokens // 8192
-    # Every token in every layer would cost 18 KiB.
-    assert made.num_tokens > 2.4 * made.kv_bytes / (18 * 1024)
+    # Every token in every layer would cost a page of both kinds for each 32.
+    assert made.num_tokens > 2.4 * made.kv_bytes / (sum(kib_per_page) * 1024 / 32)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxserve.device.plan import PAGE_SIZE, DevicePlan, kv_bytes_per_page, make_plan, pages_for
+from jaxserve.device.plan import DevicePlan, make_plan, pages_for
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig, RopeConfig
+from jaxserve.models.kv_cache import bytes_per_page
 
 
 def plan(
@@ -11,6 +12,7 @@ def plan(
 ) -> DevicePlan:
     return make_plan(
         dtype="float32",
+        kv_dtype="float32",
         num_pages=100,
         num_sliding_pages=50,
         max_batch=max_batch,
@@ -102,6 +104,9 @@ def test_bytes_of_a_page_are_those_of_the_kinds_layers_that_own_a_cache() -> Non
 
     # Keys and values of two heads, of 16 and of 32 channels in the two full-attention owners.
     full, sliding = 2 * 2 * (16 + 32), 2 * 2 * 64
-    assert kv_bytes_per_page(config, "bfloat16", "full") == 2 * PAGE_SIZE * full
-    assert kv_bytes_per_page(config, "bfloat16", "sliding") == 2 * PAGE_SIZE * sliding
-    assert kv_bytes_per_page(config, "float32", "full") == 4 * PAGE_SIZE * full
+    assert bytes_per_page(config, "full", 32, "bfloat16") == 2 * 32 * full
+    assert bytes_per_page(config, "sliding", 32, "bfloat16") == 2 * 32 * sliding
+    assert bytes_per_page(config, "full", 32, "float32") == 4 * 32 * full
+    # Two owners, 2 · 2 · 32 scales a page; of fewer positions, whole lanes all the same.
+    assert bytes_per_page(config, "full", 32, "int8") == 32 * full + 2 * 4 * 128
+    assert bytes_per_page(config, "full", 8, "int8") == 8 * full + 2 * 4 * 128

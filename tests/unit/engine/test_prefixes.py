@@ -27,6 +27,7 @@ def engine_of(num_tokens: int, *, num_slots: int = 8) -> SteppedEngine:
     """Make an engine that can cache so many tokens, with sliding pages by the default mix."""
     windows = Windows(page_size=PAGE_SIZE, window=WINDOW)
     mix = PageMix(
+        kv_dtype="bfloat16",
         bytes_per_page=1,
         bytes_per_sliding_page=1,
         num_working_pages=num_slots * windows.row_pages + BUCKETS[-1].tokens // PAGE_SIZE,
