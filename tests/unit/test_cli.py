@@ -55,6 +55,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "kv_cache_bytes": 1 << 40,
         "tokens_per_resume_point": 100,
         "grammar_bytes": 1 << 20,
+        "no_forced_runs": True,
         "grammar_compile_s": 1.25,
         "grammar_compile_bytes": 1 << 29,
         "warm_schemas": "warm.json",
