@@ -56,6 +56,10 @@ class Metrics:
             "Sequences with a grammar that began, by what keeps them to it: device or host.",
             "path",
         )
+        self._loosened = self._counter(
+            "loosened_tools",
+            "Tools of requests whose calls were held to their syntax, but not to their schemas.",
+        )
         self._tool_calls = self._counter("tool_calls", "Calls of tools in answers.")
         self._turn_faults = self._counter(
             "turn_faults",
@@ -172,6 +176,10 @@ class Metrics:
     def observe_guided(self, path: str) -> None:
         """Count a sequence with a grammar."""
         self._guided.labels(path=path).inc()
+
+    def observe_loosened(self, count: int) -> None:
+        """Count tools whose schemas are not enforced."""
+        self._loosened.inc(count)
 
     def observe_host(self, duration_s: float) -> None:
         """Note one pass of the device thread, waits left out."""

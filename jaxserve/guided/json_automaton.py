@@ -1,4 +1,4 @@
-"""From shapes to one automaton over the bytes of JSON texts.
+"""From shapes to one automaton over the bytes of values, in some notation.
 
 One space at most follows a comma or a colon, and none stands elsewhere: a model that may write any
 amount of white space can write nothing else for ever. A schema within itself has no automaton.
@@ -14,10 +14,11 @@ from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.cases import Cases
 from jaxserve.guided.composing import Nfa
 from jaxserve.guided.conditions import Literal, refusal
-from jaxserve.guided.json_text import scalar_text
+from jaxserve.guided.notation import Notation
 from jaxserve.guided.numbers import ANY_NUMBER, numbers
+from jaxserve.guided.regex import any_text
 from jaxserve.guided.shapes import ANY, Array, Entry, Fixed, Key, Number, Object, Shape, Text
-from jaxserve.guided.strings import any_string, quoted
+from jaxserve.guided.strings import ANY_LENGTH
 
 FREE_DEPTH = 5
 """How deep lists and objects nest in a value of which nothing is asked."""
@@ -32,37 +33,33 @@ class NeedsStackError(Exception):
 
 
 @lru_cache(maxsize=16)
-def any_value(depth: int, *, compact: bool) -> Dfa:
-    """Return all JSON values, nested at most so deep."""
+def any_value(depth: int, notation: Notation) -> Dfa:
+    """Return all values, nested at most so deep."""
     nfa = Nfa()
     end = nfa.node()
     nfa.choices(0, (b"null", b"true", b"false"), end)
     nfa.embed(0, numbers(ANY_NUMBER), end)
-    nfa.embed(0, any_string(), end)
+    nfa.embed(0, notation.string(any_text(), ANY_LENGTH), end)
     if depth:
-        part = any_value(depth - 1, compact=compact)
+        part = any_value(depth - 1, notation)
         for brackets in (b"[]", b"{}"):
             first, after = nfa.node(), nfa.node()
             nfa.literal(0, brackets[:1], first)
             nfa.literal(first, brackets[1:], end)
             item = nfa.node()
             nfa.skip(first, item)
-            value = _any_key(nfa, item, compact) if brackets == b"{}" else item
+            value = _any_name(nfa, item, notation) if brackets == b"{}" else item
             nfa.embed(value, part, after)
             nfa.literal(after, brackets[1:], end)
-            _separator(nfa, after, b",", item, compact)
+            nfa.choices(after, notation.commas, item)
     return nfa.determinize(end)
 
 
-def _any_key(nfa: Nfa, source: int, compact: bool) -> int:
+def _any_name(nfa: Nfa, source: int, notation: Notation) -> int:
     after, value = nfa.node(), nfa.node()
-    nfa.embed(source, any_string(), after)
-    _separator(nfa, after, b":", value, compact)
+    nfa.embed(source, notation.names(any_text(), ANY_LENGTH), after)
+    nfa.choices(after, notation.colons, value)
     return value
-
-
-def _separator(nfa: Nfa, source: int, mark: bytes, target: int, compact: bool) -> None:
-    nfa.choices(source, (mark,) if compact else (mark, mark + b" "), target)
 
 
 class _Written(NamedTuple):
@@ -91,15 +88,15 @@ class _Ends:
 class JsonAutomata:
     """The automata of a document's schemas, each made once."""
 
-    def __init__(self, cases: Cases, *, compact: bool) -> None:
+    def __init__(self, cases: Cases, notation: Notation) -> None:
         self._cases = cases
-        self._compact = compact
+        self._notation = notation
         self._known: dict[Key, Dfa] = {}
         self._alike: dict[tuple[Shape, ...], Dfa] = {}
         self._under_way: set[Key] = set()
 
     def value(self, key: Key) -> Dfa:
-        """Return the JSON texts that fit schemas.
+        """Return the texts of values that fit schemas.
 
         Raises:
             NeedsStackError: they are a part of themselves.
@@ -107,7 +104,7 @@ class JsonAutomata:
             SchemaError: a keyword is wrong or cannot be enforced.
         """
         if key == ANY:
-            return any_value(FREE_DEPTH, compact=self._compact)
+            return any_value(FREE_DEPTH, self._notation)
         known = self._known.get(key)
         if known is None:
             if key in self._under_way:
@@ -119,6 +116,10 @@ class JsonAutomata:
                 self._under_way.discard(key)
             self._known[key] = known
         return known
+
+    def objects(self, key: Key) -> Dfa:
+        """Return the objects among them; errors as in `value`."""
+        return self._of_shapes(self._cases.of_type(key, "object"))
 
     def _of_shapes(self, shapes: tuple[Shape, ...]) -> Dfa:
         """Return the texts of some shapes; properties are often alike."""
@@ -133,25 +134,29 @@ class JsonAutomata:
 
     def _write(self, nfa: Nfa, shape: Shape, ends: _Ends) -> None:
         if isinstance(shape, Fixed):
-            nfa.choices(ends.source, sorted(shape.texts), ends.end)
+            nfa.choices(ends.source, map(self._notation.scalar, sorted(shape.texts)), ends.end)
         elif isinstance(shape, Number):
             nfa.embed(ends.source, numbers(shape.wanted), ends.end)
         elif isinstance(shape, Text):
-            nfa.embed(ends.source, quoted(shape.texts.content, shape.texts.length), ends.end)
+            string = self._notation.string(shape.texts.content, shape.texts.length)
+            nfa.embed(ends.source, string, ends.end)
         elif isinstance(shape, Array):
-            _ArrayWriter(self, self._cases, nfa, shape, self._compact).run(ends)
+            _ArrayWriter(self, self._cases, nfa, shape, self._notation).run(ends)
         else:
-            _ObjectWriter(self, nfa, shape, self._compact).run(ends)
+            _ObjectWriter(self, nfa, shape, self._notation).run(ends)
 
 
 class _ObjectWriter:
     """Writes an object: entries in order, optional ones left out or not, extras behind them."""
 
-    def __init__(self, automata: JsonAutomata, nfa: Nfa, shape: Object, compact: bool) -> None:
+    def __init__(self, automata: JsonAutomata, nfa: Nfa, shape: Object, notation: Notation) -> None:
         self._automata = automata
         self._nfa = nfa
         self._shape = shape
-        self._compact = compact
+        self._notation = notation
+        self._entries = shape.entries
+        if notation.sorts_names:
+            self._entries = tuple(sorted(shape.entries, key=lambda entry: entry.name.lower()))
         length = shape.length
         # How many properties there are matters only up to here; 0 means that no comma is due.
         self._top = max(1, length.least, length.most or 0)
@@ -187,7 +192,7 @@ class _ObjectWriter:
         if most is not None and written.number >= most:
             return
         source = self._before[written]
-        entries = self._shape.entries
+        entries = self._entries
         after = _Written(written.entry + 1, min(written.number + 1, self._top))
         if written.entry < len(entries):
             entry = entries[written.entry]
@@ -204,9 +209,9 @@ class _ObjectWriter:
             node = self._extras[after] = self._nfa.node()
             for extra in self._shape.extras:
                 value, colon = self._nfa.node(), self._nfa.node()
-                name = quoted(extra.names.content, extra.names.length)
-                self._nfa.embed(node, name, colon)
-                _separator(self._nfa, colon, b":", value, self._compact)
+                names = self._notation.names(extra.names.content, extra.names.length)
+                self._nfa.embed(node, names, colon)
+                self._nfa.choices(colon, self._notation.colons, value)
                 self._nfa.embed(value, self._automata.value(extra.value), self._after(after))
         return self._extras[after]
 
@@ -215,8 +220,8 @@ class _ObjectWriter:
         if after not in self._names:
             node, value, colon = self._nfa.node(), self._nfa.node(), self._nfa.node()
             self._names[after] = node
-            self._nfa.literal(node, scalar_text(entry.name), colon)
-            _separator(self._nfa, colon, b":", value, self._compact)
+            self._nfa.literal(node, self._notation.name(entry.name), colon)
+            self._nfa.choices(colon, self._notation.colons, value)
             self._nfa.embed(value, self._automata.value(entry.value), self._after(after))
         return self._names[after]
 
@@ -224,13 +229,13 @@ class _ObjectWriter:
         """Return the node behind a property."""
         if written not in self._behind:
             node = self._behind[written] = self._nfa.node()
-            _separator(self._nfa, node, b",", self._entry(written), self._compact)
+            self._nfa.choices(node, self._notation.commas, self._entry(written))
             if self._may_close(written):
                 self._nfa.literal(node, b"}", self._end)
         return self._behind[written]
 
     def _may_close(self, written: _Written) -> bool:
-        left = self._shape.entries[written.entry :]
+        left = self._entries[written.entry :]
         return written.number >= self._shape.length.least and not any(x.required for x in left)
 
 
@@ -238,13 +243,13 @@ class _ArrayWriter:
     """Writes a list: nodes by how far it is."""
 
     def __init__(
-        self, automata: JsonAutomata, cases: Cases, nfa: Nfa, shape: Array, compact: bool
+        self, automata: JsonAutomata, cases: Cases, nfa: Nfa, shape: Array, notation: Notation
     ) -> None:
         self._automata = automata
         self._cases = cases
         self._nfa = nfa
         self._shape = shape
-        self._compact = compact
+        self._notation = notation
         length = shape.length
         starts = (counted.start for counted in shape.counted)
         # From here on all items are alike, and only an upper bound counts them.
@@ -277,7 +282,7 @@ class _ArrayWriter:
     def _after(self, listed: _Listed) -> int:
         if listed not in self._behind:
             node = self._behind[listed] = self._nfa.node()
-            _separator(self._nfa, node, b",", self._item(listed), self._compact)
+            self._nfa.choices(node, self._notation.commas, self._item(listed))
             if self._may_close(listed):
                 self._nfa.literal(node, b"]", self._end)
         return self._behind[listed]
@@ -299,7 +304,8 @@ class _ArrayWriter:
                 if identity not in listed.used:
                     used = listed.used | {identity}
                     after = _Listed(index, listed.counts, used)
-                    self._nfa.choices(source, texts, self._after(after))
+                    spelled = map(self._notation.scalar, texts)
+                    self._nfa.choices(source, spelled, self._after(after))
             return
         for variant, counts in self._variants(key, listed):
             after = _Listed(index, counts)

@@ -177,14 +177,15 @@ class _Worker:
             if process is None or process.returncode is not None:
                 process = await self._start()
             try:
-                answer = await self._exchange(process, job)
+                cpu_s = self._setup.cpu_s * job.spec.time_factor
+                answer = await self._exchange(process, job, cpu_s)
             except BaseException:
                 # Cancelled: an answer would come to whoever asks next.
                 await self.stop()
                 raise
         if answer is None:
             raise SchemaError(
-                f"the grammar takes more than {self._setup.cpu_s:g} s or"
+                f"the grammar takes more than {cpu_s:g} s or"
                 f" {self._setup.memory_bytes} bytes to compile",
                 code="schema_too_complex",
             )
@@ -200,10 +201,12 @@ class _Worker:
             process.kill()
             await process.wait()
 
-    async def _exchange(self, process: asyncio.subprocess.Process, job: Job) -> Answer | None:
+    async def _exchange(
+        self, process: asyncio.subprocess.Process, job: Job, cpu_s: float
+    ) -> Answer | None:
         """Send a job and return its answer; None where the process ended over it."""
         try:
-            async with asyncio.timeout(self._setup.cpu_s * WALL_FACTOR):
+            async with asyncio.timeout(cpu_s * WALL_FACTOR):
                 return await _ask(process, frame(job))
         except (TimeoutError, EOFError, OSError):
             await self.stop()

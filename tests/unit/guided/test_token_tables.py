@@ -12,6 +12,7 @@ from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.composing import literals
 from jaxserve.guided.forced import forced_tokens
 from jaxserve.guided.json_automaton import any_value
+from jaxserve.guided.notation import JsonNotation
 from jaxserve.guided.tables import GrammarSpec, TokenTables
 from jaxserve.guided.token_tables import token_tables
 from jaxserve.guided.vocabulary import GrammarVocabulary
@@ -28,7 +29,7 @@ def walked(dfa: Dfa, state: int, text: bytes) -> int:
 @pytest.mark.parametrize(
     "dfa",
     [
-        any_value(1, compact=False),
+        any_value(1, JsonNotation()),
         regex.full_match("(é|日本)*ab{2,5}"),
         literals([b"true", b"tr", b"trab"]),
     ],
