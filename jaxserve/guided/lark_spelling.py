@@ -12,7 +12,7 @@ from typing import Protocol
 from jaxserve.guided.conditions import HasFormat, Matches, refusal
 from jaxserve.guided.formats import expression_of
 from jaxserve.guided.json_text import scalar_text
-from jaxserve.guided.notation import FREE_NAME, is_bare
+from jaxserve.guided.notation import FREE_NAME, is_bare, plain_bytes
 from jaxserve.guided.regex import plain_syntax
 from jaxserve.guided.shapes import Entry, Texts
 from jaxserve.guided.strings import ANY_LENGTH, Length
@@ -153,11 +153,14 @@ class MarkedSpelling:
 
     def scalar(self, text: bytes) -> str:
         """Put marks round strings."""
-        return self._marked(quoted_text(json.loads(text))) if text[:1] == b'"' else quoted(text)
+        if text[:1] != b'"':
+            return quoted(text)
+        return self._marked(quoted(plain_bytes(json.loads(text))))
 
     def name(self, name: str) -> str:
         """Leave it bare where it can be read back so."""
-        return quoted_text(name) if is_bare(name) else self._marked(quoted_text(name))
+        spelled = quoted(plain_bytes(name))
+        return spelled if is_bare(name) else self._marked(spelled)
 
     def string(self, texts: Texts, terminals: Terminals) -> str:
         """Put marks round them."""
@@ -198,13 +201,8 @@ class MarkedSpelling:
 
 
 def quoted(text: bytes) -> str:
-    """Return a text as a literal of a rule."""
-    return quoted_text(text.decode())
-
-
-def quoted_text(text: str) -> str:
     """Return a text as a literal of a rule; none for the empty text."""
-    return json.dumps(text) if text else ""
+    return json.dumps(text.decode()) if text else ""
 
 
 def slashes(expression: str) -> str:

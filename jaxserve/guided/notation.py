@@ -132,7 +132,7 @@ class MarkedNotation:
 
     def name(self, name: str) -> bytes:
         """Leave it bare where it can be read back so."""
-        return _plain(name) if is_bare(name) else self._marked(name)
+        return plain_bytes(name) if is_bare(name) else self._marked(name)
 
     def names(self, content: Dfa, length: Length) -> Dfa:
         """Take those that can be read back bare."""
@@ -140,7 +140,7 @@ class MarkedNotation:
 
     def _marked(self, text: str) -> bytes:
         mark = self.mark.encode()
-        return mark + _plain(text) + mark
+        return mark + plain_bytes(text) + mark
 
 
 def is_bare(name: str) -> bool:
@@ -163,7 +163,7 @@ def _between(mark: str, content: Dfa) -> Dfa:
     return nfa.determinize(end)
 
 
-def _plain(text: str) -> bytes:
+def plain_bytes(text: str) -> bytes:
     """Return a text as it is.
 
     Raises:

@@ -202,6 +202,15 @@ def test_arguments_are_objects() -> None:
     assert judged(nullable, CALL.format("f{}"), CALL.format("fnull")) == [True, False]
 
 
+def test_control_tokens_are_no_text() -> None:
+    stands_for_one = VOCABULARY.marks[END]
+    made = source(("f", {"type": "object", "properties": {stands_for_one: {}}}))
+    with pytest.raises(SchemaError, match="plane 16"):
+        compile_grammar(spec(made), VOCABULARY)
+    with pytest.raises(SchemaError, match="plane 16"):
+        host_calls(made, VOCABULARY, "a stack")
+
+
 # On the host
 
 
