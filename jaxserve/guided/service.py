@@ -28,7 +28,7 @@ DEFAULT_CPU_S = 2.0
 DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_CACHE_BYTES = 256 << 20
 MAX_FAILURES = 1_000
-WALL_FACTOR = 10
+WALL_FACTOR = 30
 """Wall time that a job may take, in units of its CPU time: a busy machine is no schema's fault."""
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
