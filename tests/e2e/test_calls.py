@@ -212,4 +212,5 @@ def test_the_next_turn_finds_the_call_in_the_cache(http: httpx.Client) -> None:
     rendered = http.post(CHAT + "/render", json={"messages": answered, "tools": TOOLS}).json()
     assert f"<|tool_call>call:{call['function']['name']}{{" in rendered["prompt"]
     reply = http.post(CHAT, json={**body, "messages": answered, "max_tokens": 4}).json()
-    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= first["usage"]["prompt_tokens"]
