@@ -103,7 +103,7 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
-    spelling = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
+    logprobs = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
     generation = Generation(
         engine,
         requests,
@@ -119,8 +119,8 @@ async def generate(
         choices=choices,
         echoes=echoes,
         options=options,
-        logprobs=spelling,
-        told=ToldPrompts(prompts, echoes, scores, options=options, answer=answer, writer=spelling),
+        logprobs=logprobs,
+        told=ToldPrompts(prompts, echoes, scores, options=options, answer=answer, writer=logprobs),
         turns=turns,
     )
 

@@ -29,7 +29,8 @@ from jaxserve.types import GenerationRequest, Grammar, Guidance, Guide
 
 logger = logging.getLogger(__name__)
 
-_MAX_KEPT_BYTES = 256 << 20
+_MAX_KEPT_BYTES = 512 << 20
+_HOST_GRAMMAR_BYTES = 1 << 20
 
 
 class Compiler(Protocol):
@@ -230,7 +231,8 @@ class _HostTokenizer:
 
 
 def _num_bytes(grammar: Grammar) -> int:
-    return 0 if grammar.image is None else grammar.image.rows_NR.nbytes
+    """Count about what a grammar takes: as tables and as the device has them, or on the host."""
+    return _HOST_GRAMMAR_BYTES if grammar.image is None else 2 * grammar.image.rows_NR.nbytes
 
 
 def _judge(checker: TextChecker, texts: Sequence[str]) -> list[dict[str, object]]:
