@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.device.evaluate import greedy, prompt_logits
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.key_balance import balance_keys
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import random_params
@@ -69,3 +70,19 @@ def test_cached_equals_uncached_at_every_step(kind: Kind, tmp_path: Path) -> Non
     tokens, logits_NV = greedy(params, config, ids, 40)
     expected_TV = oracle.logits(named_tensors(params, config), config, ids + tokens[:-1])
     np.testing.assert_allclose(logits_NV, expected_TV[len(ids) - 1 :], rtol=0, atol=ATOL)
+
+
+def test_int8_keys_and_values_are_rounded_as_the_oracle_does(tmp_path: Path) -> None:
+    # Two kv heads in sliding layers, one in the full one.
+    write_json_files(tmp_path, config_json("dense"))
+    config = load_config(tmp_path)
+    params = random_params(config, jnp.float32, seed=3)
+    ids = np.random.default_rng(4).integers(0, config.vocab_size, 77).tolist()
+    tensors = named_tensors(balance_keys(params, config), config)
+    expected_TV = oracle.logits(tensors, config, ids, int8_kv=True)
+    exact_TV = oracle.logits(tensors, config, ids)
+
+    logits_TV = prompt_logits(params, config, ids, page_size=16, chunk=32, kv_dtype="int8")
+
+    # A value on the border of two levels may fall to the other one.
+    assert np.abs(logits_TV - expected_TV).mean() < 0.1 * np.abs(exact_TV - expected_TV).mean()

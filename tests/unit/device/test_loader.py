@@ -10,26 +10,34 @@ from tests.checkpoints import config_json, write_json_files
 
 
 @pytest.mark.parametrize(
-    ("max_model_len", "kv_cache_bytes", "message"),
+    ("max_model_len", "kv_cache_bytes", "kv_dtype", "message"),
     [
-        (4097, None, "--max-model-len 4097 exceeds the model's 4096 positions"),
+        (4097, None, "auto", "--max-model-len 4097 exceeds the model's 4096 positions"),
         # 4 layers, 32 tokens, 16 channels of keys and 16 of values, 4 bytes each.
         (
             None,
             32767,
+            "auto",
             "--kv-cache-bytes 32767 holds no page.* of both kinds is 16384 bytes, and two",
         ),
+        (None, 16383, "bf16", "both kinds is 8192 bytes"),
+        # A word for a key's and a value's channel, and 128 scales of 4 bytes a layer.
+        (None, 12287, "int8", "both kinds is 6144 bytes"),
     ],
 )
 def test_what_no_weights_could_make_fit(
-    tmp_path: Path, max_model_len: int | None, kv_cache_bytes: int | None, message: str
+    tmp_path: Path,
+    max_model_len: int | None,
+    kv_cache_bytes: int | None,
+    kv_dtype: str,
+    message: str,
 ) -> None:
     write_json_files(tmp_path, config_json("gemma3"))
     options = LoadOptions(
         dtype="float32",
         weights="auto",
         ple_dtype="auto",
-        kv_dtype="auto",
+        kv_dtype=kv_dtype,
         max_model_len=max_model_len,
         max_batch=2,
         kv_cache_bytes=kv_cache_bytes,
