@@ -240,6 +240,7 @@ class _Server:
             weights=config.weights,
             ple_dtype=config.ple_dtype,
             kv_dtype=config.kv_dtype,
+            attention=config.attention,
             max_model_len=config.max_model_len,
             max_batch=config.max_batch,
             kv_cache_bytes=config.kv_cache_bytes,
@@ -254,6 +255,8 @@ class _Server:
             reuses_prefixes=not config.no_prefix_cache,
             session_grace_s=config.session_grace_s,
         )
+        plan = loaded.runner.plan
+        self._metrics.set_info(attention=plan.attention, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
         on_compile(self._metrics.serving_compiles.inc)
         grammar_folder = self._cache_dir / "grammars"
         grammars = make_grammars(config, loaded, tokenizer, end_ids, grammar_folder)

@@ -69,6 +69,12 @@ class ServeConfig:
         "auto",
         choices=("auto", "bf16", "int8"),
     )
+    attention: str = flag(
+        "pallas: a TPU kernel that reads keys and values in place; xla: plain JAX, which gathers"
+        " them first; auto: pallas on a TPU, else xla",
+        "auto",
+        choices=("auto", "pallas", "xla"),
+    )
     max_model_len: int | None = flag(
         "most tokens of prompt and output together; default: the model's own, or what fits",
         None,

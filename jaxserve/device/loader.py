@@ -16,7 +16,7 @@ import jax
 from jaxserve.device.arena import row_words
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
-from jaxserve.device.plan import DevicePlan, extend_buckets, make_plan, pages_for
+from jaxserve.device.plan import AttentionKernel, DevicePlan, extend_buckets, make_plan, pages_for
 from jaxserve.device.programs import ExtendShape
 from jaxserve.device.runner import ModelRunner, StepProgram, lowerings, step_programs
 from jaxserve.device.state import state_num_bytes
@@ -50,6 +50,7 @@ class LoadOptions:
     max_batch: int
     kv_cache_bytes: int | None
     tokens_per_resume_point: int
+    attention: str = "auto"
     grammar_bytes: int = 0
 
 
@@ -75,6 +76,7 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     dtype = _choose_dtype(options.dtype, device)
     config = load_config(folder)
     kv_dtype = _choose_kv_dtype(options.kv_dtype, dtype)
+    attention = _choose_attention(options.attention, device)
     _check_options(config, kv_dtype, options, is_accelerator=device.platform != "cpu")
     loaded = load_params(
         folder,
@@ -87,7 +89,7 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     if kv_dtype == "int8":
         loaded = replace(loaded, params=balance_keys(loaded.params, config))
     loaded_s = time.perf_counter()
-    plan, budget = _make_plan(config, loaded, dtype, kv_dtype, options, device)
+    plan, budget = _make_plan(config, loaded, dtype, kv_dtype, attention, options, device)
     compiled = compile_all(
         lowerings(plan, config, loaded.params),
         lambda done, total: progress("compiling", done, total),
@@ -99,13 +101,14 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     runner = ModelRunner(loaded.params, config, plan, compiled)
     warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
     logger.info(
-        "%s on %s (%s%s, KV %s): loaded in %.1f s, %d programs compiled or read from the cache in"
+        "%s on %s (%s%s, KV %s, attention %s): loaded in %.1f s, %d programs compiled or read from the cache in"
         " %.1f s, warmed up in %.1f s",
         config.model_type,
         device.device_kind,
         dtype,
         "".join(f", {use} int4" for use in sorted(loaded.int4_uses)),
         kv_dtype,
+        attention,
         loaded_s - started_s,
         len(compiled),
         compiled_s - loaded_s,
@@ -131,6 +134,13 @@ def _choose_kv_dtype(choice: str, dtype: str) -> KVDtype:
     """Read --kv-dtype."""
     choices: dict[str, KVDtype] = {"bf16": "bfloat16", "int8": "int8"}
     return choices.get(choice) or ("bfloat16" if dtype == "bfloat16" else "float32")
+
+
+def _choose_attention(choice: str, device: jax.Device) -> AttentionKernel:
+    """Read --attention; the kernel is a TPU's."""
+    if choice == "pallas" and device.platform != "tpu":
+        raise ConfigError(f"--attention pallas needs a TPU; here is {device.platform}")
+    return "pallas" if choice != "xla" and device.platform == "tpu" else "xla"
 
 
 def _cpu_multiplies_bfloat16() -> bool:
@@ -187,6 +197,7 @@ def _make_plan(
     loaded: LoadedParams,
     dtype: str,
     kv_dtype: KVDtype,
+    attention: AttentionKernel,
     options: LoadOptions,
     device: jax.Device,
 ) -> tuple[DevicePlan, MemoryBudget]:
@@ -203,6 +214,7 @@ def _make_plan(
             max_batch=options.max_batch,
             max_model_len=max_model_len,
             is_accelerator=is_accelerator,
+            attention=attention,
             arena_rows=arena_rows,
         )
 

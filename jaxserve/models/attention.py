@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.models.config import AttentionKind
 from jaxserve.models.kv_cache import (
     FloatPages,
@@ -116,16 +117,19 @@ def attend(
     rows: PagedRows,
     *,
     window: int | None,
-    chunk_pages: int,
+    chunk_pages: int | None,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Attend to all stored keys up to each query's own position, float32 [R, T, H, E].
+    """Attend to all stored keys up to each query's own position, [R, T, H, E].
 
     Queries are scaled already; products have operands of `dtype`. A sliding layer (`window` keys,
-    the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
-    of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
-    whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
+    the query's own included) reads only the pages that hold its rows' windows. Scales of int8 pages
+    multiply scores and weights. With `chunk_pages` this is plain JAX, in float32: reads go in
+    chunks of so many with a running softmax, as many as the longest row needs; where one chunk
+    holds whatever a row can need, there is no loop. With None it is the TPU kernel, in `dtype`.
     """
+    if chunk_pages is None:
+        return _attend_by_kernel(q_RTHE, pages, rows, window, dtype)
     num_rows, block, num_heads, head_dim = q_RTHE.shape
     page_size, num_kv_heads = pages.positions, pages.width // head_dim
     group = num_heads // num_kv_heads
@@ -168,6 +172,36 @@ def attend(
     _, sum_BQ, out_BQE = softmax
     out_RKTGE = (out_BQE / sum_BQ[..., None]).reshape(q_RKTGE.shape)
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
+
+
+def _attend_by_kernel(
+    q_RTHE: jax.Array, pages: Pages, rows: PagedRows, window: int | None, dtype: DTypeLike
+) -> jax.Array:
+    """Attend by jaxserve.kernels.paged_attention; padding gets zeros or a real query's share."""
+    num_rows, block, num_heads, head_dim = q_RTHE.shape
+    page_size, num_kv_heads = pages.positions, pages.width // head_dim
+    group = num_heads // num_kv_heads
+    table_RM, first_R = rows.table_RM, jnp.zeros_like(rows.start_R)
+    if window is not None:
+        table_RM = rows.sliding_table_RM
+        first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
+        most_pages = min(table_RM.shape[1], (window + block - 2) // page_size + 2)
+        index_RM = first_R[:, None] + jnp.arange(most_pages)
+        table_RM = jnp.take_along_axis(table_RM, index_RM, axis=1, mode="clip")
+    q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
+    q_RKQE = q_RKTGE.reshape(num_rows, num_kv_heads, block * group, head_dim)
+    is_float = isinstance(pages, FloatPages)
+    out_RKQE = paged_attention(
+        q_RKQE.astype(dtype),
+        (pages.k_PZX, pages.v_PZX) if is_float else (pages.kv_PZX, pages.scale_P1J),
+        table_RM,
+        first_R,
+        rows.start_R,
+        rows.num_valid_R,
+        group=group,
+        window=window,
+    )
+    return out_RKQE.reshape(q_RKTGE.shape).swapaxes(1, 2).reshape(q_RTHE.shape)
 
 
 def _read(

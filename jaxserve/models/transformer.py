@@ -103,7 +103,7 @@ def decoder_layer(
     *,
     layer: LayerConfig,
     config: ModelConfig,
-    chunk_pages: int,
+    chunk_pages: int | None,
     writes: bool,
 ) -> tuple[jax.Array, Pages]:
     """Run one layer; returns the stream and the pages, changed only if the layer `writes` them.
@@ -179,7 +179,7 @@ def run_layers(
     cache: KVCache,
     rows: PagedRows,
     *,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> tuple[Stream, KVCache]:
     """Run the given layers, in order, over the rows' tokens."""
     num_tokens = stream.x_ND.shape[0]
@@ -218,7 +218,7 @@ def run_writing_layers(
     cache: KVCache,
     rows: PagedRows,
     *,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> tuple[Stream, KVCache]:
     """Embed tokens and run them through the last layer that owns a cache: all that others see."""
     x_ND = embed(params, config, ids_N)
@@ -234,7 +234,7 @@ def run_reading_layers(
     cache: KVCache,
     rows: PagedRows,
     *,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> jax.Array:
     """Take tokens whose logits are wanted through the remaining layers; returns [N, D]."""
     layers = range(config.num_writing_layers, config.num_layers)
