@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 
 CHUNK_KEYS = 512
-"""Keys of a chunk, about: enough to hide the latency of a transfer, few for short rows."""
+"""Keys of a chunk, whole LANES: enough to hide a transfer's latency, few for short rows."""
 
 MASKED = -1e30
 """A score that no key can have; finite, so that what a row's maximum begins with is no NaN."""
@@ -33,6 +33,9 @@ MAX_TABLE_BYTES = 256 << 10
 """Of one call's page tables: they are scalars, for which a chip has 1 MiB."""
 
 VMEM_BYTES = 96 << 20
+
+BFLOAT16_128 = 0x43004300
+"""Two bfloat16 of 128, without a bit of mantissa."""
 
 UNROLLS = True
 """Whether a chunk's transfers are written out: what starts them then shares bundles with others."""
@@ -43,9 +46,7 @@ FIRST_PAGE, NUM_PAGES, START, NUM_VALID, NEXT_ROW = range(5)
 
 def paged_attention(
     q_RKQE: jax.Array,
-    k_PZX: jax.Array,
-    v_PZX: jax.Array,
-    scale_P1J: jax.Array | None,
+    pages: tuple[jax.Array, jax.Array],
     table_RM: jax.Array,
     first_page_R: jax.Array,
     start_R: jax.Array,
@@ -59,9 +60,8 @@ def paged_attention(
     Args:
         q_RKQE: scaled queries, those of one position side by side; their dtype is that of all
             operands of products.
-        k_PZX: keys, floats or int8 levels.
-        v_PZX: values.
-        scale_P1J: float32 scales of int8 pages, as models/kv_cache.py lays them out.
+        pages: keys and values, floats [P, Z, X]; or int16 words [P, Z, X] with a level of each and
+            their float32 scales [P, 1, J], as models/kv_cache.py lays them out.
         table_RM: pages of positions [(first_page + m)·Z, (first_page + m + 1)·Z).
         first_page_R: int32.
         start_R: position of each row's first query.
@@ -72,14 +72,14 @@ def paged_attention(
     num_rows, table_size = table_RM.shape
     call_rows = max(MAX_TABLE_BYTES // (table_size * 4), 1)
     rows = [slice(i, i + call_rows) for i in range(0, num_rows, call_rows)]
-    page_size = k_PZX.shape[1]
+    page_size = pages[0].shape[1]
     end_R = (start_R + num_valid_R - 1) // page_size + 1
     num_pages_R = jnp.where(num_valid_R > 0, jnp.minimum(end_R - first_page_R, table_size), 0)
     call = partial(_call, group=group, window=window)
     parts = [
         call(
             q_RKQE[part],
-            (k_PZX, v_PZX, *(() if scale_P1J is None else (scale_P1J,))),
+            pages,
             table_RM[part],
             [x[part] for x in (first_page_R, num_pages_R, start_R, num_valid_R)],
         )
@@ -97,7 +97,7 @@ def chunk_pages(table_size: int, page_size: int) -> int:
 @partial(jax.jit, static_argnames=("group", "window"))
 def _call(
     q_RKQE: jax.Array,
-    pages: tuple[jax.Array, ...],
+    pages: tuple[jax.Array, jax.Array],
     table_RM: jax.Array,
     fields: list[jax.Array],
     *,
@@ -114,9 +114,7 @@ def _call(
     about_FR = jnp.stack([*fields, next_R[1:]])
     block = pl.BlockSpec((1, *q_RKQE.shape[1:]), lambda r, *_: (r, 0, 0, 0))
     softmax_shape = (num_kv_heads, num_queries, LANES)
-    buffers = [pltpu.VMEM((2, num_keys, width), x.dtype) for x in pages[:2]]
-    if len(pages) > 2:
-        buffers.append(pltpu.VMEM((2, num_keys // page_size, 1, pages[2].shape[2]), jnp.float32))
+    buffers = [pltpu.VMEM((2, num_keys // page_size, *x.shape[1:]), x.dtype) for x in pages]
     page_bytes = sum(x.nbytes // x.shape[0] for x in pages)
     out_RKQE: jax.Array = pl.pallas_call(
         partial(_attend, page_size=page_size, num_pages=num_pages, group=group, window=window),
@@ -168,12 +166,9 @@ def _attend(
     def copies(row: Any, chunk: Any, slot: Any, j: Any) -> list[Any]:
         """Return the transfers of a chunk's page j."""
         page = table_ref[row, chunk * num_pages + j]
-        place = pl.ds(j * page_size, page_size)
-        parts = [buffer.at[slot, place] for buffer in buffers[:2]]
-        parts += [buffer.at[slot, j] for buffer in buffers[2:]]
         return [
-            pltpu.make_async_copy(pages.at[page], part, semaphores.at[slot, i])
-            for i, (pages, part) in enumerate(zip(page_refs, parts, strict=True))
+            pltpu.make_async_copy(pages.at[page], buffer.at[slot, j], semaphores.at[slot, i])
+            for i, (pages, buffer) in enumerate(zip(page_refs, buffers, strict=True))
         ]
 
     def each_page(row: Any, chunk: Any, slot: Any, act: Any) -> None:
@@ -195,8 +190,7 @@ def _attend(
     @pl.when(row == 0)
     def _() -> None:
         # What was never fetched may hold anything, and 0 times NaN is NaN.
-        for buffer in buffers[1:]:
-            buffer[...] = jnp.zeros_like(buffer)
+        buffers[1][...] = jnp.zeros_like(buffers[1])
         slot_ref[0] = 0
 
         fetch(first_row_ref[0], 0, 0)
@@ -227,8 +221,8 @@ def _attend(
 
         def accumulate(first_key: Any, start: Any, last_query: Any, slot: Any) -> None:
             _, num_kv_heads, num_queries, head_dim = q_ref.shape
-            num_keys = buffers[0].shape[1]
-            shape = (num_queries, num_keys)
+            num_keys = buffers[0].shape[1] * page_size
+            shape, is_int8 = (num_queries, num_keys), buffers[0].dtype == jnp.int16
             query = lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), group)
             query = jnp.minimum(query, last_query)
             distance = start - first_key + query - lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -238,13 +232,16 @@ def _attend(
             for head in range(num_kv_heads):
                 columns = slice(head * head_dim, (head + 1) * head_dim)
                 q_QE = q_ref[0, head]
-                k_SE = buffers[0][slot, :, columns].astype(q_QE.dtype)
-                v_SE = buffers[1][slot, :, columns].astype(q_QE.dtype)
+                first_SE = buffers[0][slot, :, :, columns].reshape(num_keys, head_dim)
+                if is_int8:
+                    k_SE, v_SE = _unpack(first_SE)
+                    scale_CJ = buffers[1][slot, :, 0]
+                else:
+                    k_SE, v_SE = first_SE, buffers[1][slot, :, :, columns].reshape(num_keys, head_dim)
                 s_QS = lax.dot_general(
                     q_QE, k_SE, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
                 )
-                if len(buffers) > 2:
-                    scale_CJ = buffers[2][slot, :, 0]
+                if is_int8:
                     s_QS *= _row_of_scales(scale_CJ, head, page_size)
                 s_QS = jnp.where(visible, s_QS, MASKED)
                 old_Q1 = max_ref[head, :, :1]
@@ -252,7 +249,7 @@ def _attend(
                 p_QS = jnp.exp(s_QS - max_Q1)
                 shrink_Q1 = jnp.exp(old_Q1 - max_Q1)
                 sum_Q1 = sum_ref[head, :, :1] * shrink_Q1 + p_QS.sum(axis=-1, keepdims=True)
-                if len(buffers) > 2:
+                if is_int8:
                     p_QS *= _row_of_scales(scale_CJ, num_kv_heads + head, page_size)
                 new_QE = jnp.dot(
                     p_QS.astype(q_QE.dtype), v_SE, preferred_element_type=jnp.float32
@@ -264,6 +261,21 @@ def _attend(
         slot_ref[0] = lax.fori_loop(0, num_chunks, add_chunk, slot_ref[0])
         for head in range(q_ref.shape[1]):
             out_ref[0, head] = (acc_ref[head] / sum_ref[head, :, :1]).astype(out_ref.dtype)
+
+
+def _unpack(words_SE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the levels of keys and of values, exactly, as bfloat16.
+
+    Level l is the low seven bits less 128 if the eighth is set: of two bfloat16 with exponents of
+    128 and up, one with seven bits of mantissa, the other 128 or, by the eighth bit, 256.
+    """
+    pairs = pltpu.bitcast(words_SE, jnp.int32)
+
+    def levels(bits: jax.Array) -> jax.Array:
+        low = pltpu.bitcast((bits & 0x007F007F) | BFLOAT16_128, jnp.bfloat16)
+        return low - pltpu.bitcast((bits & 0x00800080) | BFLOAT16_128, jnp.bfloat16)
+
+    return levels(pairs), levels(pairs >> 8)
 
 
 def _row_of_scales(scale_CJ: jax.Array, part: int, page_size: int) -> jax.Array:
