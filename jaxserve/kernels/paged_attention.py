@@ -26,6 +26,9 @@ LANES = 128
 CHUNK_KEYS = 512
 """Keys of a chunk, whole LANES: enough to hide a transfer's latency, few for short rows."""
 
+NUM_BUFFERS = 3
+"""One chunk is computed, one is on its way, and one is asked for, so that HBM is never idle."""
+
 MASKED = -1e30
 """A score that no key can have; finite, so that what a row's maximum begins with is no NaN."""
 
@@ -42,6 +45,10 @@ UNROLLS = True
 
 FIRST_PAGE, NUM_PAGES, START, NUM_VALID, NEXT_ROW = range(5)
 """What the kernel is told of a row, besides its table."""
+
+
+ROW, CHUNK, SLOT = range(3)
+"""What is fetched next, and the buffer that is computed next."""
 
 
 def paged_attention(
@@ -114,7 +121,7 @@ def _call(
     about_FR = jnp.stack([*fields, next_R[1:]])
     block = pl.BlockSpec((1, *q_RKQE.shape[1:]), lambda r, *_: (r, 0, 0, 0))
     softmax_shape = (num_kv_heads, num_queries, LANES)
-    buffers = [pltpu.VMEM((2, num_keys // page_size, *x.shape[1:]), x.dtype) for x in pages]
+    buffers = [pltpu.VMEM((NUM_BUFFERS, num_keys // page_size, *x.shape[1:]), x.dtype) for x in pages]
     page_bytes = sum(x.nbytes // x.shape[0] for x in pages)
     out_RKQE: jax.Array = pl.pallas_call(
         partial(_attend, page_size=page_size, num_pages=num_pages, group=group, window=window),
@@ -128,8 +135,8 @@ def _call(
                 pltpu.VMEM(softmax_shape, jnp.float32),
                 pltpu.VMEM(softmax_shape, jnp.float32),
                 pltpu.VMEM(q_RKQE.shape[1:], jnp.float32),
-                pltpu.SemaphoreType.DMA((2, len(pages))),
-                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((NUM_BUFFERS, 2)),
+                pltpu.SMEM((3,), jnp.int32),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q_RKQE.shape, q_RKQE.dtype),
@@ -160,40 +167,62 @@ def _attend(
     window: int | None,
 ) -> None:
     """Compute one row; the first one's first chunk is fetched by the first step of the grid."""
-    *page_refs, out_ref, buffers, max_ref, sum_ref, acc_ref, semaphores, slot_ref = refs
+    *page_refs, out_ref, buffers, max_ref, sum_ref, acc_ref, semaphores, cursor_ref = refs
     row, num_rows = pl.program_id(0), pl.num_programs(0)
 
-    def copies(row: Any, chunk: Any, slot: Any, j: Any) -> list[Any]:
-        """Return the transfers of a chunk's page j."""
-        page = table_ref[row, chunk * num_pages + j]
-        return [
-            pltpu.make_async_copy(pages.at[page], buffer.at[slot, j], semaphores.at[slot, i])
-            for i, (pages, buffer) in enumerate(zip(page_refs, buffers, strict=True))
-        ]
+    def copy(i: int, page: Any, slot: Any, j: Any) -> Any:
+        """Return the transfer of page j of a chunk."""
+        return pltpu.make_async_copy(
+            page_refs[i].at[page], buffers[i].at[slot, j], semaphores.at[slot, i]
+        )
 
-    def each_page(row: Any, chunk: Any, slot: Any, act: Any) -> None:
+    def fetch(slot: Any) -> None:
+        """Start to fetch the chunk at the cursor, if there is one, and move the cursor on."""
+        row, chunk = cursor_ref[ROW], cursor_ref[CHUNK]
         exists = row < num_rows
         row = jnp.minimum(row, num_rows - 1)
-        left = jnp.where(exists, about_ref[NUM_PAGES, row] - chunk * num_pages, 0)
+        first = chunk * num_pages
+        left = jnp.where(exists, about_ref[NUM_PAGES, row] - first, 0)
 
-        def one(j: Any, _: None) -> None:
+        def start(j: Any, _: None) -> None:
             @pl.when(j < left)
             def _() -> None:
-                for copy in copies(row, chunk, slot, j):
-                    act(copy)
+                page = table_ref[row, first + j]
+                copy(0, page, slot, j).start()
+                copy(1, page, slot, j).start()
 
-        lax.fori_loop(0, num_pages, one, None, unroll=UNROLLS)
+        lax.fori_loop(0, num_pages, start, None, unroll=UNROLLS)
+        is_last = left <= num_pages
+        next_row = jnp.where(exists, about_ref[NEXT_ROW, row], num_rows)
+        cursor_ref[ROW] = jnp.where(is_last, next_row, row)
+        cursor_ref[CHUNK] = jnp.where(is_last, 0, chunk + 1)
 
-    def fetch(row: Any, chunk: Any, slot: Any) -> None:
-        each_page(row, chunk, slot, lambda copy: copy.start())
+    def wait(chunk: Any, slot: Any) -> None:
+        """Wait for a chunk of this row."""
+        left = about_ref[NUM_PAGES, row] - chunk * num_pages
+
+        @pl.when(left >= num_pages)
+        def _() -> None:
+            for i in range(2):  # for as many bytes as the whole chunk has
+                whole = buffers[i].at[slot, pl.ds(0, num_pages)]
+                pltpu.make_async_copy(whole, whole, semaphores.at[slot, i]).wait()
+
+        @pl.when(left < num_pages)
+        def _() -> None:
+            def wait_page(_: Any, __: None) -> None:
+                copy(0, 0, slot, 0).wait()
+                copy(1, 0, slot, 0).wait()
+
+            lax.fori_loop(0, left, wait_page, None)
 
     @pl.when(row == 0)
     def _() -> None:
         # What was never fetched may hold anything, and 0 times NaN is NaN.
         buffers[1][...] = jnp.zeros_like(buffers[1])
-        slot_ref[0] = 0
-
-        fetch(first_row_ref[0], 0, 0)
+        cursor_ref[SLOT] = 0
+        cursor_ref[ROW], cursor_ref[CHUNK] = first_row_ref[0], 0
+        for slot in range(NUM_BUFFERS - 1):
+            fetch(slot)
 
     num_row_pages = about_ref[NUM_PAGES, row]
     num_chunks = lax.div(num_row_pages + num_pages - 1, num_pages)
@@ -209,15 +238,12 @@ def _attend(
         acc_ref[...] = jnp.zeros_like(acc_ref)
 
         def add_chunk(chunk: Any, slot: Any) -> Any:
-            is_last = chunk == num_chunks - 1
-            next_row = jnp.where(is_last, about_ref[NEXT_ROW, row], row)
-
-            fetch(next_row, jnp.where(is_last, 0, chunk + 1), 1 - slot)
-            each_page(row, chunk, slot, lambda copy: copy.wait())
+            wait(chunk, slot)
+            fetch(jnp.where(slot == 0, NUM_BUFFERS - 1, slot - 1))
             first_key = (about_ref[FIRST_PAGE, row] + chunk * num_pages) * page_size
             last_query = about_ref[NUM_VALID, row] - 1
             accumulate(first_key, about_ref[START, row], last_query, slot)
-            return 1 - slot
+            return jnp.where(slot == NUM_BUFFERS - 1, 0, slot + 1)
 
         def accumulate(first_key: Any, start: Any, last_query: Any, slot: Any) -> None:
             _, num_kv_heads, num_queries, head_dim = q_ref.shape
@@ -258,7 +284,7 @@ def _attend(
                 max_ref[head] = jnp.broadcast_to(max_Q1, max_ref.shape[1:])
                 sum_ref[head] = jnp.broadcast_to(sum_Q1, sum_ref.shape[1:])
 
-        slot_ref[0] = lax.fori_loop(0, num_chunks, add_chunk, slot_ref[0])
+        cursor_ref[SLOT] = lax.fori_loop(0, num_chunks, add_chunk, cursor_ref[SLOT])
         for head in range(q_ref.shape[1]):
             out_ref[0, head] = (acc_ref[head] / sum_ref[head, :, :1]).astype(out_ref.dtype)
 

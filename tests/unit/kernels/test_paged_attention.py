@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.kernels import paged_attention
 from jaxserve.models.attention import PagedRows, attend
-from jaxserve.models.kv_cache import LayerKV, to_levels
+from jaxserve.models.kv_cache import to_levels
 
 Floats = npt.NDArray[np.float32]
 
