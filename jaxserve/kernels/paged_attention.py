@@ -260,7 +260,7 @@ def _attend(
                 q_QE = q_ref[0, head]
                 first_SE = buffers[0][slot, :, :, columns].reshape(num_keys, head_dim)
                 if is_int8:
-                    k_SE, v_SE = _unpack(first_SE)
+                    k_SE, v_SE = (x.astype(q_QE.dtype) for x in _unpack(first_SE))
                     scale_CJ = buffers[1][slot, :, 0]
                 else:
                     k_SE, v_SE = first_SE, buffers[1][slot, :, :, columns].reshape(num_keys, head_dim)

@@ -190,10 +190,13 @@ def _attend_by_kernel(
         table_RM = jnp.take_along_axis(table_RM, index_RM, axis=1, mode="clip")
     q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
     q_RKQE = q_RKTGE.reshape(num_rows, num_kv_heads, block * group, head_dim)
-    is_float = isinstance(pages, FloatPages)
+    if isinstance(pages, FloatPages):
+        arrays = pages.k_PZX, pages.v_PZX
+    else:
+        arrays = pages.kv_PZX, pages.scale_P1J
     out_RKQE = paged_attention(
         q_RKQE.astype(dtype),
-        (pages.k_PZX, pages.v_PZX) if is_float else (pages.kv_PZX, pages.scale_P1J),
+        arrays,
         table_RM,
         first_R,
         rows.start_R,
