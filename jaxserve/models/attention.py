@@ -193,7 +193,7 @@ def _attend_by_kernel(
     if isinstance(pages, FloatPages):
         arrays = pages.k_PZX, pages.v_PZX
     else:
-        arrays = pages.kv_PZX, pages.scale_P1J
+        arrays = pages.kv_PZX, pages.scale_PJ[:, None]
     out_RKQE = paged_attention(
         q_RKQE.astype(dtype),
         arrays,
