@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.kernels.decode_attention import DecodeLayer, decode_attention
 from jaxserve.kernels.paged_attention import paged_attention
 from jaxserve.models.config import AttentionKind
 from jaxserve.models.kv_cache import (
@@ -179,32 +180,62 @@ def _attend_by_kernel(
 ) -> jax.Array:
     """Attend by jaxserve.kernels.paged_attention; padding gets zeros or a real query's share."""
     num_rows, block, num_heads, head_dim = q_RTHE.shape
-    page_size, num_kv_heads = pages.positions, pages.width // head_dim
+    num_kv_heads = pages.width // head_dim
     group = num_heads // num_kv_heads
-    table_RM, first_R = rows.table_RM, jnp.zeros_like(rows.start_R)
-    if window is not None:
-        table_RM = rows.sliding_table_RM
-        first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
-        most_pages = min(table_RM.shape[1], (window + block - 2) // page_size + 2)
-        index_RM = first_R[:, None] + jnp.arange(most_pages)
-        table_RM = jnp.take_along_axis(table_RM, index_RM, axis=1, mode="clip")
     q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
     q_RKQE = q_RKTGE.reshape(num_rows, num_kv_heads, block * group, head_dim)
-    if isinstance(pages, FloatPages):
-        arrays = pages.k_PZX, pages.v_PZX
-    else:
-        arrays = pages.kv_PZX, pages.scale_PJ[:, None]
     out_RKQE = paged_attention(
         q_RKQE.astype(dtype),
-        arrays,
-        table_RM,
-        first_R,
-        rows.start_R,
-        rows.num_valid_R,
+        _kernel_arrays(pages),
+        *_kernel_rows(rows, window, pages.positions),
         group=group,
         window=window,
     )
     return out_RKQE.reshape(q_RKTGE.shape).swapaxes(1, 2).reshape(q_RTHE.shape)
+
+
+def decode_by_kernel(
+    qkv_NO: jax.Array,
+    head_norms_2E: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    pages: Pages,
+    rows: PagedRows,
+    layer: DecodeLayer,
+) -> tuple[jax.Array, Pages]:
+    """Do all between two products by jaxserve.kernels.decode_attention; returns [N, H·E]."""
+    out_NQ, (first, second) = decode_attention(
+        qkv_NO,
+        head_norms_2E,
+        rope,
+        _kernel_arrays(pages),
+        *_kernel_rows(rows, layer.window, pages.positions),
+        layer=layer,
+    )
+    if not layer.writes:
+        return out_NQ, pages
+    if isinstance(pages, FloatPages):
+        return out_NQ, FloatPages(k_PZX=first, v_PZX=second)
+    return out_NQ, Int8Pages(kv_PZX=first, scale_PJ=second[:, 0])
+
+
+def _kernel_arrays(pages: Pages) -> tuple[jax.Array, jax.Array]:
+    """Return pages as kernels take them."""
+    if isinstance(pages, FloatPages):
+        return pages.k_PZX, pages.v_PZX
+    return pages.kv_PZX, pages.scale_PJ[:, None]  # of whole tiles: nothing is moved
+
+
+def _kernel_rows(
+    rows: PagedRows, window: int | None, page_size: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return what kernels are told of rows: the pages in reach, the first one's index, and runs."""
+    if window is None:
+        return rows.table_RM, jnp.zeros_like(rows.start_R), rows.start_R, rows.num_valid_R
+    first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
+    most_pages = min(rows.sliding_table_RM.shape[1], (window + rows.block - 2) // page_size + 2)
+    index_RM = first_R[:, None] + jnp.arange(most_pages)
+    table_RM = jnp.take_along_axis(rows.sliding_table_RM, index_RM, axis=1, mode="clip")
+    return table_RM, first_R, rows.start_R, rows.num_valid_R
 
 
 def _read(

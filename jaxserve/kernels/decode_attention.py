@@ -1,0 +1,345 @@
+"""TPU kernel: all that a decode step does between two products of a layer's attention.
+
+It norms and turns queries and keys, writes the new keys and values to their pages in place, and
+attends to them and to all before them, read by page table. On a TPU an operation of its own takes a
+microsecond however little it does; this is some twenty of them. models/transformer.py has the same
+in plain JAX, its oracle and the path of other devices.
+
+R rows of one position each, N ≥ R rows of the stream, H query heads, K kv heads, G = H/K, E head
+dim, X = K·E, P pages, Z page size, M entries of a row's table, J lanes of a page's scales.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+
+from jaxserve.kernels.int4_kernels import rms_norm
+from jaxserve.kernels.page_reader import (
+    FIRST_PAGE,
+    LANES,
+    NUM_WRITTEN,
+    START,
+    PageReader,
+    bytes_read,
+    row_parts,
+    scalars,
+    scratch,
+)
+from jaxserve.kernels.paged_attention import COMPILER_PARAMS
+from jaxserve.kernels.running_softmax import RunningSoftmax
+
+ROW_MULTIPLE = 8
+MAX_LEVEL = 127
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeLayer:
+    """What a layer's attention is, besides its arrays.
+
+    Attributes:
+        scale: multiplies queries.
+        window: keys that a query sees, its own included; None: all.
+        writes: whether the layer has keys and values of its own; else it reads another's.
+        has_v: whether values are projected; else they are the keys as projected.
+        norms_v: whether values are RMS-normed.
+        dtype: of the operands of products.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    window: int | None
+    writes: bool
+    has_v: bool
+    norms_v: bool
+    dtype: DTypeLike
+
+    @property
+    def name(self) -> str:
+        """A name for the kernel, by which scripts/tpu_kernels.py knows its parameters."""
+        flags = "".join("ft"[flag] for flag in (self.writes, self.has_v, self.norms_v))
+        return f"decode_attention_{self.num_heads}_{self.num_kv_heads}_{self.window or 0}_{flags}"
+
+
+def decode_attention(
+    qkv_NO: jax.Array,
+    head_norms_2E: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    pages: tuple[jax.Array, jax.Array],
+    table_RM: jax.Array,
+    first_page_R: jax.Array,
+    start_R: jax.Array,
+    num_valid_R: jax.Array,
+    *,
+    layer: DecodeLayer,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return attention [N, H·E], of `layer.dtype`, and the pages, the same arrays if not written.
+
+    Args:
+        qkv_NO: projected queries, and keys and values if the layer has any; float32.
+        head_norms_2E: factors of queries and keys.
+        rope: cosines and sines of each row's position, float32 [N, E/2].
+        pages: as in paged_attention; a row writes its position's page, which no other row reads.
+        table_RM: pages of positions [(first_page + m)·Z, (first_page + m + 1)·Z).
+        first_page_R: int32.
+        start_R: position of each row.
+        num_valid_R: 0 or 1; a row of 0 writes nothing and gets zeros.
+        layer: the rest.
+    """
+    parts = []
+    for part in row_parts(*table_RM.shape, ROW_MULTIPLE):
+        padded = slice(part.start, -(-part.stop // ROW_MULTIPLE) * ROW_MULTIPLE)
+        out_NQ, pages = _call(
+            qkv_NO[padded],
+            head_norms_2E,
+            (rope[0][padded], rope[1][padded]),
+            pages,
+            *(x[part] for x in (table_RM, first_page_R, start_R, num_valid_R)),
+            layer=layer,
+        )
+        parts.append(out_NQ)
+    return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), pages
+
+
+@partial(jax.jit, static_argnames="layer")
+def _call(
+    qkv_NO: jax.Array,
+    head_norms_2E: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    pages: tuple[jax.Array, jax.Array],
+    table_RM: jax.Array,
+    first_page_R: jax.Array,
+    start_R: jax.Array,
+    num_valid_R: jax.Array,
+    *,
+    layer: DecodeLayer,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    num_rows, table_size = table_RM.shape
+    num_padded, heads, head_dim = qkv_NO.shape[0], layer.num_heads, layer.head_dim
+    group = heads // layer.num_kv_heads
+    out = jax.ShapeDtypeStruct((num_padded, heads * head_dim), layer.dtype)
+    whole = [qkv_NO, head_norms_2E, *rope]
+    scratch_shapes = [
+        scratch(pages, table_size),
+        RunningSoftmax.scratch(layer.num_kv_heads, group, head_dim),
+        pltpu.VMEM((num_padded, heads, head_dim), jnp.float32),
+        pltpu.VMEM(out.shape, jnp.float32),
+    ]
+    if layer.writes:
+        scratch_shapes.append(_Writer.scratch(pages, num_rows, num_padded, layer))
+    page_bytes = bytes_read(pages, num_rows, 1) if layer.writes else 0
+    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages] if layer.writes else []
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    out_NQ, *written = pl.pallas_call(
+        partial(_decode, layer=layer),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(num_rows,),
+            in_specs=[*(pl.BlockSpec(x.shape, lambda r, *_: (0, 0)) for x in whole), *[in_hbm] * 2],
+            out_specs=[pl.BlockSpec(out.shape, lambda r, *_: (0, 0)), *[in_hbm] * len(kept)],
+            scratch_shapes=scratch_shapes,
+        ),
+        out_shape=[out, *kept],
+        input_output_aliases={7: 1, 8: 2} if layer.writes else {},
+        cost_estimate=pl.CostEstimate(
+            flops=0,
+            bytes_accessed=bytes_read(pages, num_rows, table_size)
+            + page_bytes
+            + sum(x.nbytes for x in whole)
+            + out.size * jnp.dtype(out.dtype).itemsize,
+            transcendentals=0,
+        ),
+        compiler_params=COMPILER_PARAMS,
+        name=layer.name,
+    )(
+        *scalars(table_RM, first_page_R, start_R, num_valid_R, pages[0].shape[1]),
+        *whole,
+        *pages,
+    )
+    return out_NQ, (written[0], written[1]) if layer.writes else pages
+
+
+def _decode(*refs: Any, layer: DecodeLayer) -> None:
+    """Compute one row; the first step of the grid prepares all rows, the last one ends them."""
+    scalar_refs, (qkv_ref, norms_ref, cos_ref, sin_ref), refs = refs[:3], refs[3:7], refs[7:]
+    page_refs, out_ref, refs = refs[:2], refs[2], refs[3:]
+    if layer.writes:  # the same memory as what was read in
+        page_refs, refs = refs[:2], refs[2:]
+    reader_refs, softmax_refs, q_ref, result_ref, *writer_refs = refs
+    head_dim, group = layer.head_dim, layer.num_heads // layer.num_kv_heads
+    reader = PageReader(scalar_refs, page_refs, reader_refs)
+    softmax = RunningSoftmax(reader, softmax_refs, group=group, window=layer.window)
+    writer = _Writer(reader, page_refs, writer_refs[0], layer) if layer.writes else None
+
+    def prepared(first: int, norm: int) -> jax.Array:
+        """Norm and turn a head of all rows, [N, E]."""
+        x_NE = qkv_ref[:, first : first + head_dim]
+        x_NE = rms_norm(x_NE, norms_ref[norm : norm + 1, :head_dim], head_dim, layer.eps)
+        first_NE, second_NE = x_NE[:, : head_dim // 2], x_NE[:, head_dim // 2 :]
+        cos, sin = cos_ref[...], sin_ref[...]
+        turned = (first_NE * cos - second_NE * sin, second_NE * cos + first_NE * sin)
+        return jnp.concatenate(turned, axis=1)
+
+    @pl.when(reader.row == 0)
+    def _() -> None:
+        reader.begin()
+        result_ref[...] = jnp.zeros_like(result_ref)
+        for head in range(layer.num_heads):
+            q_ref[:, head] = prepared(head * head_dim, 0) * layer.scale
+        if writer is None:
+            return
+        writer.begin()
+        keys = layer.num_heads * head_dim
+        values = keys + (layer.num_kv_heads * head_dim if layer.has_v else 0)
+        for head in range(layer.num_kv_heads):
+            v_NE = qkv_ref[:, values + head * head_dim : values + (head + 1) * head_dim]
+            if layer.norms_v:
+                v_NE = rms_norm(v_NE, jnp.ones((1, head_dim)), head_dim, layer.eps)
+            writer.keep(head, prepared(keys + head * head_dim, 1), v_NE)
+
+    @pl.when(reader.num_pages > 0)
+    def _() -> None:
+        softmax.begin()
+
+        def compute(chunk: Any, slot: Any) -> None:
+            if writer is not None:
+
+                @pl.when(chunk == reader.num_chunks - 1)
+                def _() -> None:
+                    writer.write(chunk, slot)
+
+            queries = [
+                q_ref[reader.row, pl.ds(head * group, group)].astype(layer.dtype)
+                for head in range(layer.num_kv_heads)
+            ]
+            softmax.add(queries, chunk, slot)
+
+        reader.each_chunk(compute)
+        for kv_head in range(layer.num_kv_heads):
+            result_GE = softmax.result(kv_head)
+            for i in range(group):
+                first = (kv_head * group + i) * head_dim
+                place = (pl.ds(reader.row, 1), slice(first, first + head_dim))
+                result_ref[place] = result_GE[i : i + 1]
+
+    @pl.when(reader.row == reader.num_rows - 1)
+    def _() -> None:
+        out_ref[...] = result_ref[...].astype(out_ref.dtype)
+        if writer is not None:
+            writer.end()
+
+
+class _Writer:
+    """Puts each row's new key and value into the last page of its last chunk, and that into HBM.
+
+    Whole pages are written: a position's values share words with its neighbours'. What is written
+    is copied aside first, for the chunk's buffer is soon fetched into again.
+    """
+
+    def __init__(
+        self, reader: PageReader, page_refs: tuple[Any, Any], refs: Any, layer: DecodeLayer
+    ) -> None:
+        self._reader, self._pages, self._layer = reader, page_refs, layer
+        self._new, self._scales, self._staged, self._semaphores = refs
+        self._is_int8 = page_refs[0].dtype == jnp.int16
+
+    @staticmethod
+    def scratch(
+        pages: tuple[jax.Array, jax.Array], num_rows: int, num_padded: int, layer: DecodeLayer
+    ) -> list[Any]:
+        """Return `refs`: new keys and values or words, new scales, pages, semaphores."""
+        width = layer.num_kv_heads * layer.head_dim
+        dtype = jnp.int32 if pages[0].dtype == jnp.int16 else jnp.float32
+        return [
+            pltpu.VMEM((2, num_padded, width), dtype),
+            pltpu.VMEM((2 * layer.num_kv_heads, num_padded, LANES), jnp.float32),
+            [pltpu.VMEM((num_rows, *x.shape[1:]), x.dtype) for x in pages],
+            pltpu.SemaphoreType.DMA((2,)),
+        ]
+
+    def begin(self) -> None:
+        self._reader.counters[NUM_WRITTEN] = 0
+
+    def keep(self, head: int, k_NE: jax.Array, v_NE: jax.Array) -> None:
+        """Take a head's keys and values of all rows."""
+        columns = slice(head * k_NE.shape[1], (head + 1) * k_NE.shape[1])
+        if not self._is_int8:
+            self._new[0, :, columns], self._new[1, :, columns] = k_NE, v_NE
+            return
+        words = []
+        for i, x_NE in enumerate((k_NE, v_NE)):  # as models/kv_cache.py makes levels and words
+            largest_N1 = jnp.abs(x_NE).max(axis=-1, keepdims=True)
+            per_unit_N1 = jnp.where(largest_N1 > 0, MAX_LEVEL / largest_N1, 0.0)
+            words.append(jnp.round(x_NE * per_unit_N1).astype(jnp.int32))
+            part = i * self._layer.num_kv_heads + head
+            self._scales[part] = jnp.broadcast_to(
+                largest_N1 / MAX_LEVEL, self._scales.shape[1:]
+            )
+        self._new[0, :, columns] = (words[0] & 0xFF) | (words[1] << 8)
+
+    def write(self, chunk: Any, slot: Any) -> None:
+        """Put this row's into the page and begin to write that."""
+        reader = self._reader
+        row, page_size = reader.row, reader.page_size
+        last = reader.num_pages - 1
+        first_position = (reader.about[FIRST_PAGE, row] + last) * page_size
+        offset = reader.about[START, row] - first_position
+        j = last - chunk * reader.chunk_pages
+        for i, buffer in enumerate(reader.buffers):
+            if i == 1 and self._is_int8:
+                page = self._with_scales(buffer[slot, j], row, offset)
+            else:
+                new_1X = self._new[i, pl.ds(row, 1)]
+                page = _with_position(buffer[slot, j], new_1X, offset)
+            buffer[slot, j] = page
+            self._staged[i][row] = page
+            self._copy(i, row, reader.table[row, last]).start()
+        reader.counters[NUM_WRITTEN] += 1
+
+    def end(self) -> None:
+        """Wait until all is written."""
+
+        def wait(_: Any, __: None) -> None:
+            for i in range(2):
+                self._copy(i, 0, 0).wait()
+
+        lax.fori_loop(0, self._reader.counters[NUM_WRITTEN], wait, None)
+
+    def _with_scales(self, scale_1J: jax.Array, row: Any, offset: Any) -> jax.Array:
+        lane = lax.broadcasted_iota(jnp.int32, scale_1J.shape, 1)
+        for part in range(2 * self._layer.num_kv_heads):
+            new_1L = self._scales[part, pl.ds(row, 1)]
+            new_1J = jnp.concatenate([new_1L] * (scale_1J.shape[1] // LANES), axis=1)
+            scale_1J = jnp.where(lane == part * self._reader.page_size + offset, new_1J, scale_1J)
+        return scale_1J
+
+    def _copy(self, i: int, row: Any, page: Any) -> Any:
+        return pltpu.make_async_copy(
+            self._staged[i].at[row], self._pages[i].at[page], self._semaphores.at[i]
+        )
+
+
+def _with_position(page_ZX: jax.Array, new_1X: jax.Array, offset: Any) -> jax.Array:
+    """Return a page with a position's values, float32 or int32 words, in their place."""
+    if page_ZX.dtype.itemsize == 4:
+        position = lax.broadcasted_iota(jnp.int32, page_ZX.shape, 0)
+        return jnp.where(position == offset, new_1X, page_ZX)
+    # Two positions share an int32: the lower half is the even one's.
+    if page_ZX.dtype == jnp.bfloat16:
+        rounded_1X = new_1X.astype(jnp.bfloat16).astype(jnp.float32)
+        new_1X = lax.shift_right_logical(pltpu.bitcast(rounded_1X, jnp.int32), 16)
+    pairs = pltpu.bitcast(page_ZX, jnp.int32)
+    low = (pairs & ~0xFFFF) | (new_1X & 0xFFFF)
+    high = (pairs & 0xFFFF) | (new_1X << 16)
+    pair = lax.broadcasted_iota(jnp.int32, pairs.shape, 0)
+    changed = jnp.where(lax.rem(offset, 2) == 0, low, high)
+    return pltpu.bitcast(jnp.where(pair == lax.div(offset, 2), changed, pairs), page_ZX.dtype)
