@@ -6,9 +6,9 @@ import numpy.typing as npt
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels import paged_attention
+from jaxserve.kernels import page_reader
 from jaxserve.models.attention import PagedRows, attend
-from jaxserve.models.kv_cache import to_levels
+from jaxserve.models.kv_cache import FloatPages, Int8Pages, Pages, to_levels, to_words
 
 Floats = npt.NDArray[np.float32]
 
@@ -50,28 +50,27 @@ class Case:
             block=block,
         )
 
-    def _store(self, dtype: str) -> LayerKV:
+    def _store(self, dtype: str) -> Pages:
         """Lay pages out as the cache does, and keep what rounding leaves of them."""
-        num_pages = self.k.shape[0]
-        scale_P1J = None
-        parts, scales = [], []
+        num_pages, page_size, num_kv_heads, head_dim = self.k.shape
+        shape = (num_pages, page_size, num_kv_heads * head_dim)
+        if dtype != "int8":
+            stored = []
+            for x in (self.k, self.v):
+                stored.append(jnp.asarray(x.reshape(shape)).astype(dtype))
+                x[...] = np.asarray(stored[-1].astype(jnp.float32)).reshape(x.shape)
+            return FloatPages(k_PZX=stored[0], v_PZX=stored[1])
+        levels, scales = [], []
         for x in (self.k, self.v):
-            flat = jnp.asarray(x).reshape(num_pages * PAGE, *x.shape[2:])
-            if dtype == "int8":
-                levels, scale = to_levels(flat)
-                x[...] = np.asarray(levels * scale[..., None]).reshape(x.shape)
-                parts.append(levels.reshape(num_pages, PAGE, -1))
-                scales.append(np.asarray(scale).reshape(num_pages, PAGE, -1).swapaxes(1, 2))
-            else:
-                rounded = flat.astype(dtype)
-                x[...] = np.asarray(rounded.astype(jnp.float32)).reshape(x.shape)
-                parts.append(rounded.reshape(num_pages, PAGE, -1))
-        if scales:
-            lanes = np.stack(scales, axis=1).reshape(num_pages, -1)
-            padded = np.full((num_pages, 1, 128 * -(-lanes.shape[1] // 128)), np.nan, np.float32)
-            padded[:, 0, : lanes.shape[1]] = lanes
-            scale_P1J = jnp.asarray(padded)
-        return LayerKV(k_PZX=parts[0], v_PZX=parts[1], scale_P1J=scale_P1J)
+            levels_NKE, scale_NK = to_levels(jnp.asarray(x).reshape(-1, num_kv_heads, head_dim))
+            x[...] = np.asarray(levels_NKE * scale_NK[..., None]).reshape(x.shape)
+            levels.append(levels_NKE.reshape(shape))
+            scales.append(np.asarray(scale_NK).reshape(num_pages, page_size, -1).swapaxes(1, 2))
+        lanes = np.stack(scales, axis=1).reshape(num_pages, -1)
+        # What is beyond the last scale means nothing.
+        scale_PJ = np.full((num_pages + -num_pages % 8, 128), np.nan, np.float32)
+        scale_PJ[:num_pages, : lanes.shape[1]] = lanes
+        return Int8Pages(kv_PZX=to_words(*levels), scale_PJ=jnp.asarray(scale_PJ))
 
     def run(self, window: int | None) -> Floats:
         """Run the kernel, [R, T, H, E]."""
@@ -118,8 +117,8 @@ class Case:
 @pytest.fixture(autouse=True)
 def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the simulation's programs small, and chunks smaller than a row."""
-    monkeypatch.setattr(paged_attention, "UNROLLS", False)
-    monkeypatch.setattr(paged_attention, "CHUNK_KEYS", 128)
+    monkeypatch.setattr(page_reader, "UNROLLS", False)
+    monkeypatch.setattr(page_reader, "CHUNK_KEYS", 128)
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
