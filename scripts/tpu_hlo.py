@@ -152,6 +152,8 @@ class Hlo:
             return any(array.elements in pools for array in step.results)
 
         def is_in_place(step: Instruction) -> bool:
+            if step.opcode == "custom-call" and "output_to_operand_aliasing=" in step.rest:
+                return True
             inner = self.computations[step.called[0]] if step.opcode == "fusion" else [step]
             return all(i.opcode in IN_PLACE for i in inner if is_pool(i))
 

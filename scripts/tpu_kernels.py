@@ -25,8 +25,10 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.kernels import int4_kernels
+from jaxserve.kernels.decode_attention import DecodeLayer, decode_attention
 from jaxserve.kernels.int4_matrix import Int4Matrix
-from jaxserve.kernels.paged_attention import chunk_pages, paged_attention
+from jaxserve.kernels.page_reader import chunk_pages
+from jaxserve.kernels.paged_attention import paged_attention
 from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
 
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
@@ -64,28 +66,53 @@ def lower_int4(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered
 
 
 def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered:
-    """Lower paged attention for operands of these shapes; its name has the group and the window."""
-    table, _, _, queries, *pages = (
+    """Lower an attention kernel for operands of these shapes; its name has its parameters."""
+    table, _, _, *operands = (
         jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=chip)
         for shape, dtype in zip(kernel.shapes, kernel.dtypes, strict=True)
     )
     row = jax.ShapeDtypeStruct(table.shape[:1], jnp.int32, sharding=chip)
-    group, window = (int(n) for n in kernel.name.split("_")[-2:])
-    function = partial(paged_attention, group=group, window=window or None)
-    traced = jax.jit(function).trace(queries, tuple(pages), table, row, row, row)
+    rows, donated = (table, row, row, row), ()
+    function: Any
+    if kernel.name.startswith("paged_attention"):
+        group, window = (int(n) for n in kernel.name.split("_")[2:])
+        function = partial(paged_attention, group=group, window=window or None)
+        queries, *pages = operands
+        arguments = (queries, tuple(pages), *rows)
+    else:
+        heads, kv_heads, window, flags = kernel.name.split("_")[2:]
+        qkv, norms, cos, sin, *pages = operands
+        layer = DecodeLayer(
+            num_heads=int(heads),
+            num_kv_heads=int(kv_heads),
+            head_dim=2 * cos.shape[1],
+            eps=EPS,
+            scale=1.0,
+            window=int(window) or None,
+            **{name: flag == "t" for name, flag in zip(FLAGS, flags, strict=True)},
+            dtype=jnp.bfloat16,
+        )
+        function = partial(decode_attention, layer=layer)
+        arguments = (qkv, norms, (cos, sin), tuple(pages), *rows)
+        donated = (3,) if layer.writes else ()
+    traced = jax.jit(function, donate_argnums=donated).trace(*arguments)
     lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
     return lowered
 
 
+FLAGS = ("writes", "has_v", "norms_v")
+
+
 def inner_trips(kernel: Kernel) -> int | None:
     """Return the trips of the loop within a step of the grid: a row's chunks at full context."""
-    if not kernel.name.startswith("paged_attention"):
+    if not kernel.name.startswith(ATTENTION):
         return None
-    table_size, page_size = kernel.shapes[0][1], kernel.shapes[4][1]
+    table_size, page_size = kernel.shapes[0][1], kernel.shapes[-2][1]
     return -(-table_size // chunk_pages(table_size, page_size))
 
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s16": jnp.int16, "s32": jnp.int32}
+ATTENTION = ("paged_attention", "decode_attention")
 NORMED = {
     "int4_normed_matmul": int4_kernels.normed_kernel,
     "int4_gated_matmul": int4_kernels.gated_kernel,
@@ -109,18 +136,19 @@ def read_bundles(text: str, trips: int | None = None) -> tuple[int, int]:
     if grid is None:
         raise ValueError("the kernel has a loop, but tells no grid")
     bounds = [int(bound) for bound in grid[1].split(",")]
-    num_rare = 0
+    num_rare = {True: 0, False: 0}  # by whether it is in the inner loop
     for i, bundle in enumerate(bundles):
         for region in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", bundle):
             ends = (j for j, b in enumerate(bundles) if j > i and f"empty region {region} " in b)
             skipped = bundles[i + 1 : next(ends, i)]
             if len(skipped) > MAX_BLOCK_MOVE and not any("vmatmul" in b for b in skipped):
-                num_rare += len(skipped)
+                num_rare[len(depths[i]) > 1] += len(skipped)
     num_steps = math.prod(bounds)
-    num_usual = depths.count(">") - num_rare
+    num_inner = sum(len(depth) > 1 for depth in depths) - num_rare[True]
+    num_usual = depths.count(">") - num_rare[False] + num_rare[True]
     trips = trips or 1
-    num_usual += trips * sum(len(depth) > 1 for depth in depths)
-    return num_steps * trips, num_steps * num_usual + num_steps // bounds[-1] * num_rare
+    bundles = num_steps * (num_usual + trips * num_inner)
+    return num_steps * trips, bundles + num_steps // bounds[-1] * num_rare[False]
 
 
 def estimate_ms(kernel: Kernel, num_steps: int, bundles: int) -> float:
@@ -159,7 +187,7 @@ def main() -> None:
     grids = []
     for name, shapes, num_bytes, dtypes in json.load(sys.stdin):
         kernel = Kernel(name, tuple(tuple(shape) for shape in shapes), num_bytes, tuple(dtypes))
-        lower = lower_attention if name.startswith("paged_attention") else lower_int4
+        lower = lower_attention if name.startswith(ATTENTION) else lower_int4
         lower(kernel, chip).compile()
         (dumped,) = (
             path
