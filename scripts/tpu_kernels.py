@@ -25,10 +25,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.kernels import int4_kernels
-from jaxserve.kernels.decode_attention import DecodeLayer, decode_attention
+from jaxserve.kernels.attention_layer import AttentionLayer
+from jaxserve.kernels.decode_attention import decode_attention
+from jaxserve.kernels.extend_attention import extend_attention
 from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.kernels.page_reader import chunk_pages
-from jaxserve.kernels.paged_attention import paged_attention
 from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
 
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
@@ -67,40 +68,35 @@ def lower_int4(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered
 
 def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered:
     """Lower an attention kernel for operands of these shapes; its name has its parameters."""
-    table, _, _, *operands = (
+    table, _, _, qkv, norms, cos, sin, *pages = (
         jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=chip)
         for shape, dtype in zip(kernel.shapes, kernel.dtypes, strict=True)
     )
     row = jax.ShapeDtypeStruct(table.shape[:1], jnp.int32, sharding=chip)
-    rows, donated = (table, row, row, row), ()
-    function: Any
-    if kernel.name.startswith("paged_attention"):
-        group, window = (int(n) for n in kernel.name.split("_")[2:])
-        function = partial(paged_attention, group=group, window=window or None)
-        queries, *pages = operands
-        arguments = (queries, tuple(pages), *rows)
+    kind, _, how, heads, kv_heads, window, flags = kernel.name.split("_")
+    layer = AttentionLayer(
+        num_heads=int(heads),
+        num_kv_heads=int(kv_heads),
+        head_dim=2 * cos.shape[1],
+        eps=EPS,
+        scale=1.0,
+        window=int(window) or None,
+        has_v=flags[0] == "t",
+        norms_v=flags[1] == "t",
+        dtype=jnp.bfloat16,
+    )
+    writes = how == "writes"
+    if kind == "decode":
+        function: Any = partial(decode_attention, layer=layer, writes=writes)
     else:
-        heads, kv_heads, window, flags = kernel.name.split("_")[2:]
-        qkv, norms, cos, sin, *pages = operands
-        layer = DecodeLayer(
-            num_heads=int(heads),
-            num_kv_heads=int(kv_heads),
-            head_dim=2 * cos.shape[1],
-            eps=EPS,
-            scale=1.0,
-            window=int(window) or None,
-            **{name: flag == "t" for name, flag in zip(FLAGS, flags, strict=True)},
-            dtype=jnp.bfloat16,
-        )
-        function = partial(decode_attention, layer=layer)
-        arguments = (qkv, norms, (cos, sin), tuple(pages), *rows)
-        donated = (3,) if layer.writes else ()
-    traced = jax.jit(function, donate_argnums=donated).trace(*arguments)
+        norms = jax.ShapeDtypeStruct(norms.shape[1:], norms.dtype, sharding=chip)
+        function = partial(extend_attention, layer=layer, block=int(how))
+    # Pages that are written must be donated: they would be copied, in a kernel of its own.
+    traced = jax.jit(function, donate_argnums=3 if writes else ()).trace(
+        qkv, norms, (cos, sin), tuple(pages), table, row, row, row
+    )
     lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
     return lowered
-
-
-FLAGS = ("writes", "has_v", "norms_v")
 
 
 def inner_trips(kernel: Kernel) -> int | None:
@@ -112,7 +108,7 @@ def inner_trips(kernel: Kernel) -> int | None:
 
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s16": jnp.int16, "s32": jnp.int32}
-ATTENTION = ("paged_attention", "decode_attention")
+ATTENTION = ("extend_attention", "decode_attention")
 NORMED = {
     "int4_normed_matmul": int4_kernels.normed_kernel,
     "int4_gated_matmul": int4_kernels.gated_kernel,

@@ -9,7 +9,6 @@ R rows of one position each, N ≥ R rows of the stream, H query heads, K kv hea
 dim, X = K·E, P pages, Z page size, M entries of a row's table, J lanes of a page's scales.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
 
+from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare
 from jaxserve.kernels.int4_kernels import rms_norm
 from jaxserve.kernels.page_reader import (
     FIRST_PAGE,
@@ -32,42 +31,10 @@ from jaxserve.kernels.page_reader import (
     scalars,
     scratch,
 )
-from jaxserve.kernels.paged_attention import COMPILER_PARAMS
 from jaxserve.kernels.running_softmax import RunningSoftmax
 
 ROW_MULTIPLE = 8
 MAX_LEVEL = 127
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeLayer:
-    """What a layer's attention is, besides its arrays.
-
-    Attributes:
-        scale: multiplies queries.
-        window: keys that a query sees, its own included; None: all.
-        writes: whether the layer has keys and values of its own; else it reads another's.
-        has_v: whether values are projected; else they are the keys as projected.
-        norms_v: whether values are RMS-normed.
-        dtype: of the operands of products.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    scale: float
-    window: int | None
-    writes: bool
-    has_v: bool
-    norms_v: bool
-    dtype: DTypeLike
-
-    @property
-    def name(self) -> str:
-        """A name for the kernel, by which scripts/tpu_kernels.py knows its parameters."""
-        flags = "".join("ft"[flag] for flag in (self.writes, self.has_v, self.norms_v))
-        return f"decode_attention_{self.num_heads}_{self.num_kv_heads}_{self.window or 0}_{flags}"
 
 
 def decode_attention(
@@ -80,7 +47,8 @@ def decode_attention(
     start_R: jax.Array,
     num_valid_R: jax.Array,
     *,
-    layer: DecodeLayer,
+    layer: AttentionLayer,
+    writes: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Return attention [N, H·E], of `layer.dtype`, and the pages, the same arrays if not written.
 
@@ -88,12 +56,13 @@ def decode_attention(
         qkv_NO: projected queries, and keys and values if the layer has any; float32.
         head_norms_2E: factors of queries and keys.
         rope: cosines and sines of each row's position, float32 [N, E/2].
-        pages: as in paged_attention; a row writes its position's page, which no other row reads.
+        pages: as in extend_attention; a row writes its position's page, which no other row reads.
         table_RM: pages of positions [(first_page + m)·Z, (first_page + m + 1)·Z).
         first_page_R: int32.
         start_R: position of each row.
         num_valid_R: 0 or 1; a row of 0 writes nothing and gets zeros.
         layer: the rest.
+        writes: whether the layer has keys and values of its own; else it reads another's.
     """
     parts = []
     for part in row_parts(*table_RM.shape, ROW_MULTIPLE):
@@ -105,12 +74,13 @@ def decode_attention(
             pages,
             *(x[part] for x in (table_RM, first_page_R, start_R, num_valid_R)),
             layer=layer,
+            writes=writes,
         )
         parts.append(out_NQ)
     return (parts[0] if len(parts) == 1 else jnp.concatenate(parts)), pages
 
 
-@partial(jax.jit, static_argnames="layer")
+@partial(jax.jit, static_argnames=("layer", "writes"))
 def _call(
     qkv_NO: jax.Array,
     head_norms_2E: jax.Array,
@@ -121,26 +91,26 @@ def _call(
     start_R: jax.Array,
     num_valid_R: jax.Array,
     *,
-    layer: DecodeLayer,
+    layer: AttentionLayer,
+    writes: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     num_rows, table_size = table_RM.shape
     num_padded, heads, head_dim = qkv_NO.shape[0], layer.num_heads, layer.head_dim
-    group = heads // layer.num_kv_heads
     out = jax.ShapeDtypeStruct((num_padded, heads * head_dim), layer.dtype)
     whole = [qkv_NO, head_norms_2E, *rope]
     scratch_shapes = [
         scratch(pages, table_size),
-        RunningSoftmax.scratch(layer.num_kv_heads, group, head_dim),
+        RunningSoftmax.scratch(layer.num_kv_heads, layer.group, head_dim),
         pltpu.VMEM((num_padded, heads, head_dim), jnp.float32),
         pltpu.VMEM(out.shape, jnp.float32),
     ]
-    if layer.writes:
+    if writes:
         scratch_shapes.append(_Writer.scratch(pages, num_rows, num_padded, layer))
-    page_bytes = bytes_read(pages, num_rows, 1) if layer.writes else 0
-    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages] if layer.writes else []
+    page_bytes = bytes_read(pages, num_rows, 1) if writes else 0
+    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages] if writes else []
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     out_NQ, *written = pl.pallas_call(
-        partial(_decode, layer=layer),
+        partial(_decode, layer=layer, writes=writes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_rows,),
@@ -149,7 +119,7 @@ def _call(
             scratch_shapes=scratch_shapes,
         ),
         out_shape=[out, *kept],
-        input_output_aliases={7: 1, 8: 2} if layer.writes else {},
+        input_output_aliases={7: 1, 8: 2} if writes else {},
         cost_estimate=pl.CostEstimate(
             flops=0,
             bytes_accessed=bytes_read(pages, num_rows, table_size)
@@ -159,35 +129,32 @@ def _call(
             transcendentals=0,
         ),
         compiler_params=COMPILER_PARAMS,
-        name=layer.name,
+        name=f"decode_attention_{'writes' if writes else 'reads'}_{layer.name}",
     )(
         *scalars(table_RM, first_page_R, start_R, num_valid_R, pages[0].shape[1]),
         *whole,
         *pages,
     )
-    return out_NQ, (written[0], written[1]) if layer.writes else pages
+    return out_NQ, (written[0], written[1]) if writes else pages
 
 
-def _decode(*refs: Any, layer: DecodeLayer) -> None:
+def _decode(*refs: Any, layer: AttentionLayer, writes: bool) -> None:
     """Compute one row; the first step of the grid prepares all rows, the last one ends them."""
     scalar_refs, (qkv_ref, norms_ref, cos_ref, sin_ref), refs = refs[:3], refs[3:7], refs[7:]
     page_refs, out_ref, refs = refs[:2], refs[2], refs[3:]
-    if layer.writes:  # the same memory as what was read in
+    if writes:  # the same memory as what was read in
         page_refs, refs = refs[:2], refs[2:]
     reader_refs, softmax_refs, q_ref, result_ref, *writer_refs = refs
-    head_dim, group = layer.head_dim, layer.num_heads // layer.num_kv_heads
+    head_dim, group = layer.head_dim, layer.group
     reader = PageReader(scalar_refs, page_refs, reader_refs)
-    softmax = RunningSoftmax(reader, softmax_refs, group=group, window=layer.window)
-    writer = _Writer(reader, page_refs, writer_refs[0], layer) if layer.writes else None
+    softmax = RunningSoftmax(reader, softmax_refs, block=1, window=layer.window)
+    writer = _Writer(reader, page_refs, writer_refs[0], layer) if writes else None
 
     def prepared(first: int, norm: int) -> jax.Array:
         """Norm and turn a head of all rows, [N, E]."""
         x_NE = qkv_ref[:, first : first + head_dim]
-        x_NE = rms_norm(x_NE, norms_ref[norm : norm + 1, :head_dim], head_dim, layer.eps)
-        first_NE, second_NE = x_NE[:, : head_dim // 2], x_NE[:, head_dim // 2 :]
-        cos, sin = cos_ref[...], sin_ref[...]
-        turned = (first_NE * cos - second_NE * sin, second_NE * cos + first_NE * sin)
-        return jnp.concatenate(turned, axis=1)
+        factors_1E = norms_ref[norm : norm + 1, :head_dim]
+        return prepare(x_NE, factors_1E, cos_ref[...], sin_ref[...], layer.eps)
 
     @pl.when(reader.row == 0)
     def _() -> None:
@@ -225,11 +192,11 @@ def _decode(*refs: Any, layer: DecodeLayer) -> None:
 
         reader.each_chunk(compute)
         for kv_head in range(layer.num_kv_heads):
-            result_GE = softmax.result(kv_head)
+            softmax.finish(kv_head)
             for i in range(group):
                 first = (kv_head * group + i) * head_dim
                 place = (pl.ds(reader.row, 1), slice(first, first + head_dim))
-                result_ref[place] = result_GE[i : i + 1]
+                result_ref[place] = softmax.acc[kv_head, i : i + 1]
 
     @pl.when(reader.row == reader.num_rows - 1)
     def _() -> None:
@@ -246,7 +213,7 @@ class _Writer:
     """
 
     def __init__(
-        self, reader: PageReader, page_refs: tuple[Any, Any], refs: Any, layer: DecodeLayer
+        self, reader: PageReader, page_refs: tuple[Any, Any], refs: Any, layer: AttentionLayer
     ) -> None:
         self._reader, self._pages, self._layer = reader, page_refs, layer
         self._new, self._scales, self._staged, self._semaphores = refs
@@ -254,7 +221,7 @@ class _Writer:
 
     @staticmethod
     def scratch(
-        pages: tuple[jax.Array, jax.Array], num_rows: int, num_padded: int, layer: DecodeLayer
+        pages: tuple[jax.Array, jax.Array], num_rows: int, num_padded: int, layer: AttentionLayer
     ) -> list[Any]:
         """Return `refs`: new keys and values or words, new scales, pages, semaphores."""
         width = layer.num_kv_heads * layer.head_dim

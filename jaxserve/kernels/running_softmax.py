@@ -1,7 +1,8 @@
 """The arithmetic of attention kernels: a softmax that takes in a chunk of keys and values at a time.
 
-G query heads to each kv head, Q queries of a row and kv head, those of one position side by side, E
-head dim, C pages of a chunk, Z page size, S keys of a chunk, J lanes of a page's scales.
+T positions of a row, G query heads to each kv head, Q = G·T queries of a row and kv head, head
+after head, E head dim, C pages of a chunk, Z page size, S keys of a chunk, J lanes of a page's
+scales.
 """
 
 from typing import Any
@@ -22,6 +23,9 @@ from jaxserve.kernels.page_reader import (
 MASKED = -1e30
 """A score that no key can have; finite, so that what a row's maximum begins with is no NaN."""
 
+QUERY_TILE = 256
+"""Queries of a product, at most, about: with more of them their scores leave the registers."""
+
 BFLOAT16_128 = 0x43004300
 """Two bfloat16 of 128, without a bit of mantissa."""
 
@@ -33,16 +37,16 @@ class RunningSoftmax:
         reader: the kernel's.
         refs: float32 scratch: maximum and sum [K, Q, LANES], equal in all lanes, and weighted
             values [K, Q, E].
-        group: G.
+        block: T.
         window: keys that a query sees, its own included; None: all.
     """
 
     def __init__(
-        self, reader: PageReader, refs: tuple[Any, Any, Any], *, group: int, window: int | None
+        self, reader: PageReader, refs: tuple[Any, Any, Any], *, block: int, window: int | None
     ) -> None:
         self._reader = reader
-        self._max, self._sum, self._acc = refs
-        self._group, self._window = group, window
+        self._max, self._sum, self.acc = refs
+        self._block, self._window = block, window
 
     @staticmethod
     def scratch(num_kv_heads: int, num_queries: int, head_dim: int) -> list[Any]:
@@ -54,19 +58,18 @@ class RunningSoftmax:
         """Forget the row before."""
         self._max[...] = jnp.full_like(self._max, MASKED)
         self._sum[...] = jnp.zeros_like(self._sum)
-        self._acc[...] = jnp.zeros_like(self._acc)
+        self.acc[...] = jnp.zeros_like(self.acc)
 
-    def result(self, head: int) -> jax.Array:
-        """Return a kv head's attention, float32 [Q, E]."""
-        result_QE: jax.Array = self._acc[head] / self._sum[head, :, :1]
-        return result_QE
+    def finish(self, head: int) -> None:
+        """Leave a kv head's attention in `acc`."""
+        self.acc[head] = self.acc[head] / self._sum[head, :, :1]
 
     def add(self, queries: list[jax.Array], chunk: Any, slot: Any) -> None:
         """Take in a chunk, for the queries [Q, E] of each kv head."""
         reader = self._reader
         page_size = reader.page_size
         num_keys = reader.buffers[0].shape[1] * page_size
-        visible_QS = self._visible(chunk, queries[0].shape[0], num_keys)
+        hidden_TS = self._hidden(chunk, num_keys)
         is_int8 = reader.buffers[0].dtype == jnp.int16
         for head, q_QE in enumerate(queries):
             head_dim = q_QE.shape[1]
@@ -75,38 +78,59 @@ class RunningSoftmax:
                 buffer[slot, :, :, columns].reshape(num_keys, head_dim)
                 for buffer in (reader.buffers[:1] * 2 if is_int8 else reader.buffers)
             )
-            scale_CJ = None
+            scales = None
             if is_int8:
                 k_SE, v_SE = (x.astype(q_QE.dtype) for x in unpack_levels(k_SE))
                 scale_CJ = reader.buffers[1][slot, :, 0]
-            s_QS = lax.dot_general(
-                q_QE, k_SE, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
-            if scale_CJ is not None:
-                s_QS *= _row_of_scales(scale_CJ, head, page_size)
-            s_QS = jnp.where(visible_QS, s_QS, MASKED)
-            old_Q1 = self._max[head, :, :1]
-            max_Q1 = jnp.maximum(old_Q1, s_QS.max(axis=-1, keepdims=True))
-            p_QS = jnp.exp(s_QS - max_Q1)
-            shrink_Q1 = jnp.exp(old_Q1 - max_Q1)
-            sum_Q1 = self._sum[head, :, :1] * shrink_Q1 + p_QS.sum(axis=-1, keepdims=True)
-            if scale_CJ is not None:
-                p_QS *= _row_of_scales(scale_CJ, len(queries) + head, page_size)
-            new_QE = jnp.dot(p_QS.astype(v_SE.dtype), v_SE, preferred_element_type=jnp.float32)
-            self._acc[head] = self._acc[head] * shrink_Q1 + new_QE
-            self._max[head] = jnp.broadcast_to(max_Q1, self._max.shape[1:])
-            self._sum[head] = jnp.broadcast_to(sum_Q1, self._sum.shape[1:])
+                parts = (head, len(queries) + head)
+                scales = [_row_of_scales(scale_CJ, part, page_size) for part in parts]
+            num_queries = q_QE.shape[0]
+            tile = max(QUERY_TILE // self._block, 1) * self._block
+            for start in range(0, num_queries, tile):
+                place = slice(start, min(start + tile, num_queries))
+                self._add((head, place), q_QE[place], k_SE, v_SE, scales, hidden_TS)
 
-    def _visible(self, chunk: Any, num_queries: int, num_keys: int) -> jax.Array:
-        """Say which keys a query sees, [Q, S]; padding sees what the last query of the row does."""
-        reader, shape = self._reader, (num_queries, num_keys)
+    def _add(
+        self,
+        at: tuple[int, slice],
+        q_QE: jax.Array,
+        k_SE: jax.Array,
+        v_SE: jax.Array,
+        scales: list[jax.Array] | None,
+        hidden_TS: jax.Array,
+    ) -> None:
+        """Take in a chunk's keys and values for some queries of a kv head."""
+        s_QS = lax.dot_general(
+            q_QE, k_SE, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+        if scales is not None:
+            s_QS *= scales[0]
+        shape = s_QS.shape
+        if self._block > 1:
+            s_QS = s_QS.reshape(-1, *hidden_TS.shape)
+        s_QS = jnp.where(hidden_TS, MASKED, s_QS).reshape(shape)
+        old_Q1 = self._max[at][:, :1]
+        max_Q1 = jnp.maximum(old_Q1, s_QS.max(axis=-1, keepdims=True))
+        p_QS = jnp.exp(s_QS - max_Q1)
+        shrink_Q1 = jnp.exp(old_Q1 - max_Q1)
+        sum_Q1 = self._sum[at][:, :1] * shrink_Q1 + p_QS.sum(axis=-1, keepdims=True)
+        if scales is not None:
+            p_QS *= scales[1]
+        new_QE = jnp.dot(p_QS.astype(v_SE.dtype), v_SE, preferred_element_type=jnp.float32)
+        self.acc[at] = self.acc[at] * shrink_Q1 + new_QE
+        self._max[at] = jnp.broadcast_to(max_Q1, (len(max_Q1), LANES))
+        self._sum[at] = jnp.broadcast_to(sum_Q1, (len(sum_Q1), LANES))
+
+    def _hidden(self, chunk: Any, num_keys: int) -> jax.Array:
+        """Say which keys a position cannot see, [T, S]; padding sees what the last one does."""
+        reader, shape = self._reader, (self._block, num_keys)
         first_page = reader.about[FIRST_PAGE, reader.row] + chunk * reader.chunk_pages
         from_first_key = reader.about[START, reader.row] - first_page * reader.page_size
-        query_QS = lax.div(lax.broadcasted_iota(jnp.int32, shape, 0), self._group)
-        query_QS = jnp.minimum(query_QS, reader.about[NUM_VALID, reader.row] - 1)
-        distance_QS = from_first_key + query_QS - lax.broadcasted_iota(jnp.int32, shape, 1)
-        visible_QS = distance_QS >= 0
-        return visible_QS if self._window is None else visible_QS & (distance_QS < self._window)
+        position_TS = lax.broadcasted_iota(jnp.int32, shape, 0)
+        position_TS = jnp.minimum(position_TS, reader.about[NUM_VALID, reader.row] - 1)
+        distance_TS = from_first_key + position_TS - lax.broadcasted_iota(jnp.int32, shape, 1)
+        hidden_TS = distance_TS < 0
+        return hidden_TS if self._window is None else hidden_TS | (distance_TS >= self._window)
 
 
 def unpack_levels(words_SE: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.kernels.decode_attention import DecodeLayer, decode_attention
-from jaxserve.kernels.paged_attention import paged_attention
+from jaxserve.kernels.attention_layer import AttentionLayer
+from jaxserve.kernels.decode_attention import decode_attention
+from jaxserve.kernels.extend_attention import extend_attention
 from jaxserve.models.config import AttentionKind
 from jaxserve.models.kv_cache import (
     FloatPages,
@@ -118,19 +119,16 @@ def attend(
     rows: PagedRows,
     *,
     window: int | None,
-    chunk_pages: int | None,
+    chunk_pages: int,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Attend to all stored keys up to each query's own position, [R, T, H, E].
+    """Attend to all stored keys up to each query's own position, float32 [R, T, H, E].
 
     Queries are scaled already; products have operands of `dtype`. A sliding layer (`window` keys,
-    the query's own included) reads only the pages that hold its rows' windows. Scales of int8 pages
-    multiply scores and weights. With `chunk_pages` this is plain JAX, in float32: reads go in
-    chunks of so many with a running softmax, as many as the longest row needs; where one chunk
-    holds whatever a row can need, there is no loop. With None it is the TPU kernel, in `dtype`.
+    the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
+    of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
+    whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
     """
-    if chunk_pages is None:
-        return _attend_by_kernel(q_RTHE, pages, rows, window, dtype)
     num_rows, block, num_heads, head_dim = q_RTHE.shape
     page_size, num_kv_heads = pages.positions, pages.width // head_dim
     group = num_heads // num_kv_heads
@@ -175,34 +173,17 @@ def attend(
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
 
 
-def _attend_by_kernel(
-    q_RTHE: jax.Array, pages: Pages, rows: PagedRows, window: int | None, dtype: DTypeLike
-) -> jax.Array:
-    """Attend by jaxserve.kernels.paged_attention; padding gets zeros or a real query's share."""
-    num_rows, block, num_heads, head_dim = q_RTHE.shape
-    num_kv_heads = pages.width // head_dim
-    group = num_heads // num_kv_heads
-    q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)
-    q_RKQE = q_RKTGE.reshape(num_rows, num_kv_heads, block * group, head_dim)
-    out_RKQE = paged_attention(
-        q_RKQE.astype(dtype),
-        _kernel_arrays(pages),
-        *_kernel_rows(rows, window, pages.positions),
-        group=group,
-        window=window,
-    )
-    return out_RKQE.reshape(q_RKTGE.shape).swapaxes(1, 2).reshape(q_RTHE.shape)
-
-
 def decode_by_kernel(
     qkv_NO: jax.Array,
     head_norms_2E: jax.Array,
     rope: tuple[jax.Array, jax.Array],
     pages: Pages,
     rows: PagedRows,
-    layer: DecodeLayer,
+    layer: AttentionLayer,
+    *,
+    writes: bool,
 ) -> tuple[jax.Array, Pages]:
-    """Do all between two products by jaxserve.kernels.decode_attention; returns [N, H·E]."""
+    """Do all that is between two products for rows of one position; returns [N, H·E] and pages."""
     out_NQ, (first, second) = decode_attention(
         qkv_NO,
         head_norms_2E,
@@ -210,12 +191,33 @@ def decode_by_kernel(
         _kernel_arrays(pages),
         *_kernel_rows(rows, layer.window, pages.positions),
         layer=layer,
+        writes=writes,
     )
-    if not layer.writes:
+    if not writes:
         return out_NQ, pages
     if isinstance(pages, FloatPages):
         return out_NQ, FloatPages(k_PZX=first, v_PZX=second)
     return out_NQ, Int8Pages(kv_PZX=first, scale_PJ=second[:, 0])
+
+
+def extend_by_kernel(
+    q_NQ: jax.Array,
+    q_norm_E: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    pages: Pages,
+    rows: PagedRows,
+    layer: AttentionLayer,
+) -> jax.Array:
+    """Norm, turn and attend for blocks whose keys and values are written; returns [N, H·E]."""
+    return extend_attention(
+        q_NQ,
+        q_norm_E,
+        rope,
+        _kernel_arrays(pages),
+        *_kernel_rows(rows, layer.window, pages.positions),
+        layer=layer,
+        block=rows.block,
+    )
 
 
 def _kernel_arrays(pages: Pages) -> tuple[jax.Array, jax.Array]:

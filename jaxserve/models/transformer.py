@@ -14,8 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.kernels.decode_attention import DecodeLayer
-from jaxserve.models.attention import PagedRows, attend, decode_by_kernel, write_pages
+from jaxserve.kernels.attention_layer import AttentionLayer
+from jaxserve.models.attention import (
+    PagedRows,
+    attend,
+    decode_by_kernel,
+    extend_by_kernel,
+    write_pages,
+)
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.int4_table import take_rows
 from jaxserve.models.kv_cache import KVCache, Pages
@@ -117,36 +123,18 @@ def decoder_layer(
 
     with jax.named_scope("attention"):
         qkv_NO = normed_linear(weights.qkv_OD, x_ND, input_norm, eps)
-        dtype = operand_dtype(weights.o_DQ)
-        if chunk_pages is None and rows.block == 1:
-            kernel_layer = DecodeLayer(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                head_dim=layer.head_dim,
-                eps=eps,
-                scale=config.attention_scale,
-                window=config.window if layer.kind == "sliding" else None,
-                writes=writes,
-                has_v=layer.has_v_proj,
-                norms_v=config.has_v_norm,
-                dtype=dtype,
-            )
-            out_NQ, pages = decode_by_kernel(
-                qkv_NO, head_norms_2E, rope, pages, rows, kernel_layer
-            )
-        else:
-            out_NQ, pages = _attention(
-                qkv_NO,
-                head_norms_2E,
-                rope,
-                pages,
-                rows,
-                layer=layer,
-                config=config,
-                chunk_pages=chunk_pages,
-                writes=writes,
-                dtype=dtype,
-            )
+        out_NQ, pages = _attention(
+            qkv_NO,
+            head_norms_2E[:, : layer.head_dim],
+            rope,
+            pages,
+            rows,
+            layer=layer,
+            config=config,
+            chunk_pages=chunk_pages,
+            writes=writes,
+            dtype=operand_dtype(weights.o_DQ),
+        )
         x_ND = add_linear(x_ND, weights.o_DQ, out_NQ, attention_norm, eps)
 
     with jax.named_scope("mlp"):
@@ -175,21 +163,38 @@ def _attention(
     writes: bool,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, Pages]:
-    """Return attention of projected queries [N, H·E], and the pages."""
-    num_tokens, head_dim = qkv_NO.shape[0], layer.head_dim
-    q_norm_E, k_norm_E = head_norms_2E[0, :head_dim], head_norms_2E[1, :head_dim]
-    q_width = layer.num_heads * head_dim
-    q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, head_dim)
-    q_NHE = apply_rope(norm(q_NHE, q_norm_E, config.norm_eps), rope) * config.attention_scale
+    """Return attention of what was projected, [N, H·E], and the pages; by kernels, or plain."""
+    window = config.window if layer.kind == "sliding" else None
+    kernel_layer = AttentionLayer(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        eps=config.norm_eps,
+        scale=config.attention_scale,
+        window=window,
+        has_v=layer.has_v_proj,
+        norms_v=config.has_v_norm,
+        dtype=dtype,
+    )
+    if chunk_pages is None and rows.block == 1:
+        return decode_by_kernel(
+            qkv_NO, head_norms_2E, rope, pages, rows, kernel_layer, writes=writes
+        )
+    q_norm_E, k_norm_E = head_norms_2E
+    q_width = layer.num_heads * layer.head_dim
     if writes:
         k_NKE, v_NKE = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
         pages = write_pages(pages, k_NKE, v_NKE, rows, layer.kind)
-    num_real = rows.table_RM.shape[0] * rows.block
+    if chunk_pages is None:
+        return extend_by_kernel(qkv_NO, q_norm_E, rope, pages, rows, kernel_layer), pages
+    num_tokens, num_real = qkv_NO.shape[0], rows.table_RM.shape[0] * rows.block
+    q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, layer.head_dim)
+    q_NHE = apply_rope(norm(q_NHE, q_norm_E, config.norm_eps), rope) * config.attention_scale
     out_RTHE = attend(
-        q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, head_dim),
+        q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, layer.head_dim),
         pages,
         rows,
-        window=config.window if layer.kind == "sliding" else None,
+        window=window,
         chunk_pages=chunk_pages,
         dtype=dtype,
     )

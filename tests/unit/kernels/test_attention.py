@@ -1,4 +1,7 @@
-"""The decode kernel on a simulated TPU against the layer in plain JAX, pages included."""
+"""A layer with the attention kernels, on a simulated TPU, against the same in plain JAX.
+
+The simulated memory begins as NaN, so that what was never fetched shows.
+"""
 
 from dataclasses import dataclass
 
@@ -18,9 +21,11 @@ from jaxserve.models.transformer import decoder_layer
 
 PAGE, TABLE, WINDOW, DIM, HEADS, HEAD_DIM = 32, 6, 70, 64, 4, 16
 
-# An empty row, one that begins, page borders, a page's last position, past the window, the last.
-POSITIONS = (0, 0, 31, 32, 95, 100, 191)
-VALID = (1, 0, 1, 1, 1, 1, 1)
+# First position and number of tokens of each row: one that begins, an empty one, around borders of
+# pages, chunks and windows, and at the table's end.
+DECODE_ROWS = ((0, 1), (0, 0), (31, 1), (32, 1), (95, 1), (100, 1), (191, 1))
+BLOCK = 8
+EXTEND_ROWS = ((0, 8), (0, 0), (27, 8), (96, 5), (184, 8))
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +43,11 @@ class Case:
     num_kv_heads: int = 1
     has_v_proj: bool = True
     writes: bool = True
+    block: int = 1
+
+    @property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        return DECODE_ROWS if self.block == 1 else EXTEND_ROWS
 
     @property
     def layer(self) -> LayerConfig:
@@ -76,9 +86,9 @@ def normal(rng: np.random.Generator, *shape: int, dtype: str = "float32") -> jax
 
 
 def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
-    """Run one layer; returns the rows' stream and the pages."""
+    """Run one layer; returns the real tokens' stream and the pages."""
     rng = np.random.default_rng(5)
-    layer, num_rows = case.layer, len(POSITIONS)
+    layer, num_rows, block = case.layer, len(case.rows), case.block
     num_pages = num_rows * TABLE + 1
     width = case.num_kv_heads * HEAD_DIM
     heads = HEADS + (case.num_kv_heads * (1 + case.has_v_proj) if case.writes else 0)
@@ -91,14 +101,14 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
         ple_proj_DP=None,
     )
     table = jnp.asarray(rng.permutation(np.arange(1, num_pages)), jnp.int32).reshape(-1, TABLE)
-    position_R = jnp.asarray(POSITIONS, jnp.int32)
+    start_R, num_valid_R = jnp.asarray(case.rows, jnp.int32).T
     rows = PagedRows(
-        start_R=position_R,
-        num_valid_R=jnp.asarray(VALID, jnp.int32),
+        start_R=start_R,
+        num_valid_R=num_valid_R,
         table_RM=table,
         sliding_table_RM=table,
         full_start_R=jnp.zeros(num_rows, jnp.int32),
-        block=1,
+        block=block,
     )
     pages: Pages
     if case.kv_dtype == "int8":
@@ -113,7 +123,9 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
             k_PZX=normal(rng, *shape, dtype=case.kv_dtype),
             v_PZX=normal(rng, *shape, dtype=case.kv_dtype),
         )
-    x_ND = normal(rng, 8, DIM)  # one row more: the stream is padded
+    num_tokens = num_rows * block
+    x_ND = normal(rng, num_tokens + -num_tokens % 8, DIM)  # the stream is padded
+    position_N = jnp.pad(rows.positions_RT.reshape(-1), (0, len(x_ND) - num_tokens))
     x_ND, pages = decoder_layer(
         x_ND,
         weights,
@@ -121,7 +133,7 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
         jnp.abs(normal(rng, 2, 2 * HEAD_DIM)),
         jnp.float32(1),
         None,
-        rope_tables(layer.rope, HEAD_DIM, jnp.append(position_R, 0)),
+        rope_tables(layer.rope, HEAD_DIM, position_N),
         pages,
         rows,
         layer=layer,
@@ -129,7 +141,9 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
         chunk_pages=chunk_pages,
         writes=case.writes,
     )
-    return x_ND[:num_rows], pages
+    assert np.isfinite(x_ND).all()
+    is_real_RT = np.arange(block) < np.array(case.rows)[:, 1:]
+    return x_ND[:num_tokens][is_real_RT.reshape(-1)], pages
 
 
 @pytest.mark.parametrize(
@@ -140,6 +154,9 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
         Case(kv_dtype="int8", kind="sliding", num_kv_heads=2),
         Case(dtype="bfloat16", kv_dtype="int8", num_kv_heads=2, has_v_proj=False),
         Case(kind="sliding", writes=False),
+        Case(block=BLOCK, num_kv_heads=2),
+        Case(block=BLOCK, kind="sliding", dtype="bfloat16", kv_dtype="bfloat16"),
+        Case(block=BLOCK, kv_dtype="int8", kind="sliding", writes=False),
     ],
     ids=str,
 )
@@ -148,12 +165,8 @@ def test_a_layer_with_the_kernel_is_the_plain_layer(case: Case) -> None:
     with pltpu.force_tpu_interpret_mode():
         x_ND, pages = run(case, chunk_pages=None)
 
-    is_real = np.array(VALID) == 1
     tolerance = 0.05 if case.dtype == "bfloat16" else 1e-4
-    np.testing.assert_allclose(
-        x_ND[is_real], expected_ND[is_real], atol=tolerance, rtol=tolerance
-    )
-    assert np.isfinite(x_ND).all()
+    np.testing.assert_allclose(x_ND, expected_ND, atol=tolerance, rtol=tolerance)
     for actual, expected in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
         # The scratch page, where the plain layer puts the empty row's, is nobody's.
         actual_P, expected_P = (np.asarray(x, np.float32)[1:] for x in (actual, expected))
