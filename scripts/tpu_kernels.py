@@ -123,28 +123,27 @@ def read_bundles(text: str, trips: int | None = None) -> tuple[int, int]:
     in one step of each innermost loop; if it is short, it moves blocks and runs in each.
     """
     parts = re.split(r"^ *0x[0-9a-f]+ *(?:[A-Z]+)? *: *(>*) *(?=\{)", text, flags=re.MULTILINE)
-    depths, bundles = parts[1::2], parts[2::2]
-    if ">>" in depths and trips is None:
-        raise ValueError("the kernel has a loop within its grid, whose trips are not told")
-    if ">" not in depths:  # a grid of one step is no loop
+    depths, bundles = [len(depth) for depth in parts[1::2]], parts[2::2]
+    if max(depths) == 0:  # a grid of one step is no loop
         return 1, len(bundles)
     grid = re.search(r"^iteration_bounds: \(([\d, ]+)\)", text, re.MULTILINE)
-    if grid is None:
-        raise ValueError("the kernel has a loop, but tells no grid")
-    bounds = [int(bound) for bound in grid[1].split(",")]
+    bounds = [int(bound) for bound in grid[1].split(",")] if grid else [1]
+    num_steps = math.prod(bounds)
+    own = 0 if num_steps == 1 else 1
+    if max(depths) > own and trips is None:
+        raise ValueError("the kernel has a loop that is not its grid, whose trips are not told")
     num_rare = {True: 0, False: 0}  # by whether it is in the inner loop
     for i, bundle in enumerate(bundles):
         for region in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", bundle):
             ends = (j for j, b in enumerate(bundles) if j > i and f"empty region {region} " in b)
             skipped = bundles[i + 1 : next(ends, i)]
             if len(skipped) > MAX_BLOCK_MOVE and not any("vmatmul" in b for b in skipped):
-                num_rare[len(depths[i]) > 1] += len(skipped)
-    num_steps = math.prod(bounds)
-    num_inner = sum(len(depth) > 1 for depth in depths) - num_rare[True]
-    num_usual = depths.count(">") - num_rare[False] + num_rare[True]
+                num_rare[depths[i] > own] += len(skipped)
+    num_inner = sum(depth > own for depth in depths) - num_rare[True]
+    num_usual = depths.count(own) - num_rare[False] + num_rare[True]
     trips = trips or 1
-    bundles = num_steps * (num_usual + trips * num_inner)
-    return num_steps * trips, bundles + num_steps // bounds[-1] * num_rare[False]
+    total = num_steps * (num_usual + trips * num_inner)
+    return num_steps * trips, total + num_steps // bounds[-1] * num_rare[False]
 
 
 def estimate_ms(kernel: Kernel, num_steps: int, bundles: int) -> float:

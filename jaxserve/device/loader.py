@@ -16,7 +16,13 @@ import jax
 from jaxserve.device.arena import row_words
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
-from jaxserve.device.plan import AttentionKernel, DevicePlan, extend_buckets, make_plan, pages_for
+from jaxserve.device.plan import (
+    AttentionKernel,
+    DevicePlan,
+    extend_buckets,
+    make_plan,
+    pages_for,
+)
 from jaxserve.device.programs import ExtendShape
 from jaxserve.device.runner import ModelRunner, StepProgram, lowerings, step_programs
 from jaxserve.device.state import state_num_bytes
@@ -101,8 +107,8 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     runner = ModelRunner(loaded.params, config, plan, compiled)
     warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
     logger.info(
-        "%s on %s (%s%s, KV %s, attention %s): loaded in %.1f s, %d programs compiled or read from the cache in"
-        " %.1f s, warmed up in %.1f s",
+        "%s on %s (%s%s, KV %s, attention by %s): loaded in %.1f s, %d programs compiled or read"
+        " from the cache in %.1f s, warmed up in %.1f s",
         config.model_type,
         device.device_kind,
         dtype,

@@ -1,4 +1,4 @@
-"""What attention kernels share besides the way they read pages: a layer's parameters, norm and turn.
+"""What attention kernels share besides how they read pages: a layer's parameters, norm and turn.
 
 N rows, E head dim.
 """

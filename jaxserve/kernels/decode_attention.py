@@ -65,7 +65,8 @@ def decode_attention(
         writes: whether the layer has keys and values of its own; else it reads another's.
     """
     parts = []
-    for part in row_parts(*table_RM.shape, ROW_MULTIPLE):
+    num_rows, table_size = table_RM.shape
+    for part in row_parts(num_rows, table_size, ROW_MULTIPLE):
         padded = slice(part.start, -(-part.stop // ROW_MULTIPLE) * ROW_MULTIPLE)
         out_NQ, pages = _call(
             qkv_NO[padded],
@@ -140,69 +141,80 @@ def _call(
 
 def _decode(*refs: Any, layer: AttentionLayer, writes: bool) -> None:
     """Compute one row; the first step of the grid prepares all rows, the last one ends them."""
-    scalar_refs, (qkv_ref, norms_ref, cos_ref, sin_ref), refs = refs[:3], refs[3:7], refs[7:]
-    page_refs, out_ref, refs = refs[:2], refs[2], refs[3:]
-    if writes:  # the same memory as what was read in
-        page_refs, refs = refs[:2], refs[2:]
-    reader_refs, softmax_refs, q_ref, result_ref, *writer_refs = refs
-    head_dim, group = layer.head_dim, layer.group
-    reader = PageReader(scalar_refs, page_refs, reader_refs)
-    softmax = RunningSoftmax(reader, softmax_refs, block=1, window=layer.window)
-    writer = _Writer(reader, page_refs, writer_refs[0], layer) if writes else None
+    kernel = _Decode(refs, layer, writes=writes)
+    pl.when(kernel.reader.row == 0)(kernel.begin)
+    pl.when(kernel.reader.num_pages > 0)(kernel.attend)
+    pl.when(kernel.reader.row == kernel.reader.num_rows - 1)(kernel.end)
 
-    def prepared(first: int, norm: int) -> jax.Array:
-        """Norm and turn a head of all rows, [N, E]."""
-        x_NE = qkv_ref[:, first : first + head_dim]
-        factors_1E = norms_ref[norm : norm + 1, :head_dim]
-        return prepare(x_NE, factors_1E, cos_ref[...], sin_ref[...], layer.eps)
 
-    @pl.when(reader.row == 0)
-    def _() -> None:
-        reader.begin()
-        result_ref[...] = jnp.zeros_like(result_ref)
+class _Decode:
+    """The parts of a step of the grid."""
+
+    def __init__(self, refs: tuple[Any, ...], layer: AttentionLayer, *, writes: bool) -> None:
+        scalar_refs, self._inputs, refs = refs[:3], refs[3:7], refs[7:]
+        page_refs, self._out, refs = refs[:2], refs[2], refs[3:]
+        if writes:  # the same memory as what was read in
+            page_refs, refs = refs[:2], refs[2:]
+        reader_refs, softmax_refs, self._queries, self._results, *writer_refs = refs
+        self._layer = layer
+        self.reader = PageReader(scalar_refs, page_refs, reader_refs)
+        self._softmax = RunningSoftmax(self.reader, softmax_refs, block=1, window=layer.window)
+        self._writer = _Writer(self.reader, page_refs, writer_refs[0], layer) if writes else None
+
+    def begin(self) -> None:
+        """Ask for pages; meanwhile norm and turn all rows' queries and keys."""
+        layer, qkv_ref = self._layer, self._inputs[0]
+        head_dim = layer.head_dim
+        self.reader.begin()
+        self._results[...] = jnp.zeros_like(self._results)
         for head in range(layer.num_heads):
-            q_ref[:, head] = prepared(head * head_dim, 0) * layer.scale
-        if writer is None:
+            self._queries[:, head] = self._prepared(head * head_dim, 0) * layer.scale
+        if self._writer is None:
             return
-        writer.begin()
+        self._writer.begin()
         keys = layer.num_heads * head_dim
         values = keys + (layer.num_kv_heads * head_dim if layer.has_v else 0)
         for head in range(layer.num_kv_heads):
             v_NE = qkv_ref[:, values + head * head_dim : values + (head + 1) * head_dim]
             if layer.norms_v:
                 v_NE = rms_norm(v_NE, jnp.ones((1, head_dim)), head_dim, layer.eps)
-            writer.keep(head, prepared(keys + head * head_dim, 1), v_NE)
+            self._writer.keep(head, self._prepared(keys + head * head_dim, 1), v_NE)
 
-    @pl.when(reader.num_pages > 0)
-    def _() -> None:
-        softmax.begin()
+    def attend(self) -> None:
+        """Attend from this row."""
+        layer, reader = self._layer, self.reader
+        self._softmax.begin()
 
         def compute(chunk: Any, slot: Any) -> None:
-            if writer is not None:
-
-                @pl.when(chunk == reader.num_chunks - 1)
-                def _() -> None:
-                    writer.write(chunk, slot)
-
+            if self._writer is not None:
+                write = partial(self._writer.write, chunk, slot)
+                pl.when(chunk == reader.num_chunks - 1)(write)
             queries = [
-                q_ref[reader.row, pl.ds(head * group, group)].astype(layer.dtype)
+                self._queries[reader.row, pl.ds(head * layer.group, layer.group)]
                 for head in range(layer.num_kv_heads)
             ]
-            softmax.add(queries, chunk, slot)
+            self._softmax.add([q_GE.astype(layer.dtype) for q_GE in queries], chunk, slot)
 
         reader.each_chunk(compute)
         for kv_head in range(layer.num_kv_heads):
-            softmax.finish(kv_head)
-            for i in range(group):
-                first = (kv_head * group + i) * head_dim
-                place = (pl.ds(reader.row, 1), slice(first, first + head_dim))
-                result_ref[place] = softmax.acc[kv_head, i : i + 1]
+            self._softmax.finish(kv_head)
+        for head in range(layer.num_heads):
+            columns = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
+            kv_head, i = divmod(head, layer.group)
+            self._results[pl.ds(reader.row, 1), columns] = self._softmax.acc[kv_head, i : i + 1]
 
-    @pl.when(reader.row == reader.num_rows - 1)
-    def _() -> None:
-        out_ref[...] = result_ref[...].astype(out_ref.dtype)
-        if writer is not None:
-            writer.end()
+    def end(self) -> None:
+        """Hand all rows over."""
+        self._out[...] = self._results[...].astype(self._out.dtype)
+        if self._writer is not None:
+            self._writer.end()
+
+    def _prepared(self, first: int, norm: int) -> jax.Array:
+        """Norm and turn the head of all rows that begins at a column, [N, E]."""
+        qkv_ref, norms_ref, cos_ref, sin_ref = self._inputs
+        x_NE = qkv_ref[:, first : first + self._layer.head_dim]
+        factors_1E = norms_ref[norm : norm + 1, : self._layer.head_dim]
+        return prepare(x_NE, factors_1E, cos_ref[...], sin_ref[...], self._layer.eps)
 
 
 class _Writer:
@@ -248,9 +260,7 @@ class _Writer:
             per_unit_N1 = jnp.where(largest_N1 > 0, MAX_LEVEL / largest_N1, 0.0)
             words.append(jnp.round(x_NE * per_unit_N1).astype(jnp.int32))
             part = i * self._layer.num_kv_heads + head
-            self._scales[part] = jnp.broadcast_to(
-                largest_N1 / MAX_LEVEL, self._scales.shape[1:]
-            )
+            self._scales[part] = jnp.broadcast_to(largest_N1 / MAX_LEVEL, self._scales.shape[1:])
         self._new[0, :, columns] = (words[0] & 0xFF) | (words[1] << 8)
 
     def write(self, chunk: Any, slot: Any) -> None:

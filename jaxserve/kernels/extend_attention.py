@@ -52,7 +52,8 @@ def extend_attention(
         block: T, a multiple of 8.
     """
     parts = []
-    for part in row_parts(*table_RM.shape):
+    num_rows, table_size = table_RM.shape
+    for part in row_parts(num_rows, table_size):
         tokens = slice(part.start * block, part.stop * block)
         parts.append(
             _call(
@@ -104,7 +105,7 @@ def _call(
             scratch_shapes=[
                 scratch(pages, table_size),
                 RunningSoftmax.scratch(layer.num_kv_heads, num_queries, head_dim),
-                pltpu.VMEM((layer.num_kv_heads, num_queries, head_dim), layer.dtype),
+                pltpu.VMEM((layer.num_kv_heads, num_queries, head_dim), out.dtype),
             ],
         ),
         out_shape=out,

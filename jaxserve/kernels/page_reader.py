@@ -126,7 +126,7 @@ class PageReader:
         first = chunk * self.chunk_pages
         left = jnp.where(exists, self.about[NUM_PAGES, row] - first, 0)
 
-        def start(j: Any, _: None) -> None:
+        def start(j: Any, _carry: None) -> None:
             @pl.when(j < left)
             def _() -> None:
                 page = self.table[row, first + j]
@@ -149,8 +149,8 @@ class PageReader:
                 pltpu.make_async_copy(whole, whole, self._semaphores.at[slot, i]).wait()
 
         @pl.when(left < self.chunk_pages)
-        def _() -> None:
-            def wait_page(_: Any, __: None) -> None:
+        def wait_pages() -> None:
+            def wait_page(_page: Any, _carry: None) -> None:
                 for i in range(2):
                     self._copy(i, 0, slot, 0).wait()
 

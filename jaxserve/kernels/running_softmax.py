@@ -1,4 +1,4 @@
-"""The arithmetic of attention kernels: a softmax that takes in a chunk of keys and values at a time.
+"""The arithmetic of attention kernels: a softmax that takes in keys and values by chunks.
 
 T positions of a row, G query heads to each kv head, Q = G·T queries of a row and kv head, head
 after head, E head dim, C pages of a chunk, Z page size, S keys of a chunk, J lanes of a page's
@@ -129,8 +129,10 @@ class RunningSoftmax:
         position_TS = lax.broadcasted_iota(jnp.int32, shape, 0)
         position_TS = jnp.minimum(position_TS, reader.about[NUM_VALID, reader.row] - 1)
         distance_TS = from_first_key + position_TS - lax.broadcasted_iota(jnp.int32, shape, 1)
-        hidden_TS = distance_TS < 0
-        return hidden_TS if self._window is None else hidden_TS | (distance_TS >= self._window)
+        hidden_TS: jax.Array = distance_TS < 0
+        if self._window is not None:
+            hidden_TS |= distance_TS >= self._window
+        return hidden_TS
 
 
 def unpack_levels(words_SE: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -140,7 +140,7 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
     lowered = decoder_layer.lower(
         *arguments, layer=layer, config=case.config, chunk_pages=chunk_pages, writes=case.writes
     )
-    x_ND, pages = lowered.compile({"xla_backend_optimization_level": 0})(*arguments)
+    x_ND, pages = lowered.compile({"xla_backend_optimization_level": "0"})(*arguments)
     assert np.isfinite(x_ND).all()
     is_real_RT = np.arange(block) < np.array(case.rows)[:, 1:]
     return x_ND[:num_tokens][is_real_RT.reshape(-1)], pages
@@ -165,7 +165,9 @@ def test_a_layer_with_the_kernel_is_the_plain_layer(case: Case) -> None:
 
     tolerance = 0.05 if case.dtype == "bfloat16" else 1e-4
     np.testing.assert_allclose(x_ND, expected_ND, atol=tolerance, rtol=tolerance)
-    for actual, expected in zip(jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True):
+    for actual, expected in zip(
+        jax.tree.leaves(pages), jax.tree.leaves(expected_pages), strict=True
+    ):
         # The scratch page, where the plain layer puts the empty row's, is nobody's.
         actual_P, expected_P = (np.asarray(x, np.float32)[1:] for x in (actual, expected))
         np.testing.assert_allclose(actual_P, expected_P, rtol=1e-6)
