@@ -17,6 +17,7 @@ from jaxserve.device.arena import row_words
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
 from jaxserve.device.plan import (
+    PAGE_SIZE,
     AttentionKernel,
     DevicePlan,
     extend_buckets,
@@ -29,7 +30,7 @@ from jaxserve.device.state import state_num_bytes
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.key_balance import balance_keys
-from jaxserve.models.kv_cache import KVDtype
+from jaxserve.models.kv_cache import LANES, KVDtype
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
 from jaxserve.models.weights import Int4, LoadedParams, load_params
@@ -42,6 +43,9 @@ DEVICE_FRACTION = 0.92
 
 Progress = Callable[[Literal["loading", "compiling", "warming"], int, int], None]
 """Called with a phase, its steps done and their total."""
+
+KERNEL_HEAD_DIM = 256
+"""Attention kernels turn halves of a head, each of whole lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +86,7 @@ def load_model(folder: Path, options: LoadOptions, progress: Progress) -> Loaded
     dtype = _choose_dtype(options.dtype, device)
     config = load_config(folder)
     kv_dtype = _choose_kv_dtype(options.kv_dtype, dtype)
-    attention = _choose_attention(options.attention, device)
+    attention = _choose_attention(options.attention, config, kv_dtype, device.platform)
     _check_options(config, kv_dtype, options, is_accelerator=device.platform != "cpu")
     loaded = load_params(
         folder,
@@ -142,11 +146,22 @@ def _choose_kv_dtype(choice: str, dtype: str) -> KVDtype:
     return choices.get(choice) or ("bfloat16" if dtype == "bfloat16" else "float32")
 
 
-def _choose_attention(choice: str, device: jax.Device) -> AttentionKernel:
-    """Read --attention; the kernel is a TPU's."""
-    if choice == "pallas" and device.platform != "tpu":
-        raise ConfigError(f"--attention pallas needs a TPU; here is {device.platform}")
-    return "pallas" if choice != "xla" and device.platform == "tpu" else "xla"
+def _choose_attention(
+    choice: str, config: ModelConfig, kv_dtype: KVDtype, platform: str
+) -> AttentionKernel:
+    """Read --attention; auto takes the kernels where they can be had."""
+    lacking = None
+    if platform != "tpu":
+        lacking = f"a TPU; here is a {platform}"
+    elif any(layer.head_dim % KERNEL_HEAD_DIM for layer in config.layers):
+        lacking = f"heads of whole multiples of {KERNEL_HEAD_DIM} channels"
+    elif kv_dtype == "int8" and any(
+        2 * layer.num_kv_heads * PAGE_SIZE > LANES for layer in config.layers
+    ):
+        lacking = f"--kv-dtype bf16 where a layer has more than {LANES // 2 // PAGE_SIZE} KV heads"
+    if choice == "pallas" and lacking is not None:
+        raise ConfigError(f"--attention pallas needs {lacking}")
+    return "xla" if choice == "xla" or lacking is not None else "pallas"
 
 
 def _cpu_multiplies_bfloat16() -> bool:

@@ -76,7 +76,7 @@ def make_plan(
     max_batch: int,
     max_model_len: int,
     is_accelerator: bool,
-    attention: AttentionKernel = "xla",
+    attention: AttentionKernel,
     arena_rows: int = 0,
 ) -> DevicePlan:
     """Choose the buckets for two pools and their limits."""
