@@ -91,8 +91,8 @@ def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lo
     else:
         norms = jax.ShapeDtypeStruct(norms.shape[1:], norms.dtype, sharding=chip)
         function = partial(extend_attention, layer=layer, block=int(how))
-    # Pages that are written must be donated: they would be copied, in a kernel of its own.
-    traced = jax.jit(function, donate_argnums=3 if writes else ()).trace(
+    # A kernel alone returns its pages: they must be donated, or they would be copied.
+    traced = jax.jit(function, donate_argnums=3 if kind == "decode" else ()).trace(
         qkv, norms, (cos, sin), tuple(pages), table, row, row, row
     )
     lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
