@@ -22,8 +22,9 @@ import uvloop
 
 from jaxserve.config import ServeConfig, check_text
 from jaxserve.device.buckets import DecodeBucket
+from jaxserve.device.choices import LoadOptions
 from jaxserve.device.compiler import on_compile, use_compile_cache
-from jaxserve.device.loader import LoadedModel, LoadOptions, load_model
+from jaxserve.device.loader import LoadedModel, load_model
 from jaxserve.engine.client import EngineClient, EngineStatus, Phase
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.inbox import Inbox
@@ -112,6 +113,7 @@ class _Server:
         self._model: ServedModel | None = None
         self._fault: Exception | None = None
         self._warm_specs = _read_warm_specs(config.warm_schemas)
+        self._bundle_folder = _bundle_folder(config.programs)
         self._warming: asyncio.Task[None] | None = None
         self._is_interrupted = False
         self._thread = threading.Thread(target=self._work, name="device", daemon=True)
@@ -230,30 +232,22 @@ class _Server:
             source = config.model or DEMO_MODEL_NAME
             self._client.set_status(EngineStatus(phase="fetching", detail=source))
         folder = resolve_model(config.model, cache_dir=self._cache_dir)
+        fetched_s = time.perf_counter()
         name = self._served_name(folder)
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
         end_ids = end_token_ids(folder)
         uses_defaults = config.generation_config == "auto"
         defaults = sampling_defaults(folder) if uses_defaults else SamplingDefaults()
-        options = LoadOptions(
-            dtype=config.dtype,
-            weights=config.weights,
-            ple_dtype=config.ple_dtype,
-            kv_dtype=config.kv_dtype,
-            attention=config.attention,
-            max_model_len=config.max_model_len,
-            max_batch=config.max_batch,
-            kv_cache_bytes=config.kv_cache_bytes,
-            tokens_per_resume_point=config.tokens_per_resume_point,
-            grammar_bytes=config.grammar_bytes,
-        )
+        read_s = time.perf_counter()
         with _PhaseReport(self._client) as report:
-            loaded = load_model(folder, options, report)
+            loaded = load_model(folder, LoadOptions.of(config), report, self._bundle_folder)
+        loaded_s = time.perf_counter()
         scheduler = make_scheduler(
             loaded,
             prefill_stall_factor=config.prefill_stall_factor,
             reuses_prefixes=not config.no_prefix_cache,
             session_grace_s=config.session_grace_s,
+            forces_runs=not config.no_forced_runs,
         )
         plan = loaded.runner.plan
         self._metrics.set_info(attention=plan.attention, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
@@ -283,7 +277,15 @@ class _Server:
         self._client.set_status(EngineStatus(phase="ready"))
         with suppress(RuntimeError):  # the loop is closed where the process is to stop already
             self._loop.call_soon_threadsafe(self._warm_grammars, grammars)
-        logger.info("ready after %.1f s: %s", time.perf_counter() - started_s, self._model.id)
+        ready_s = time.perf_counter()
+        phases_s = {
+            "fetching": fetched_s - started_s,
+            "reading the tokenizer": read_s - fetched_s,
+            **loaded.phases_s,
+            "starting the engine": ready_s - loaded_s,
+        }
+        parts = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases_s.items())
+        logger.info("ready after %.1f s (%s): %s", ready_s - started_s, parts, self._model.id)
         return core
 
     def _served_name(self, folder: Path) -> str:
@@ -324,6 +326,7 @@ def make_grammars(
             memory_bytes=config.grammar_compile_bytes,
         ),
         vocabulary,
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
         vocab_size=vocab_size,
         arena_rows=loaded.runner.arena_rows,
     )
@@ -335,6 +338,7 @@ def make_scheduler(
     prefill_stall_factor: float,
     reuses_prefixes: bool = True,
     session_grace_s: float = 60.0,
+    forces_runs: bool = True,
 ) -> Scheduler:
     """Return a scheduler for a loaded model, with the warm-up's durations as first estimates."""
     scheduler = Scheduler(
@@ -342,6 +346,7 @@ def make_scheduler(
         prefill_stall_factor=prefill_stall_factor,
         reuses_prefixes=reuses_prefixes,
         session_grace_s=session_grace_s,
+        forces_runs=forces_runs,
     )
     for program, duration_s in loaded.warm_up_s.items():
         if isinstance(program, DecodeBucket):
@@ -358,6 +363,13 @@ def _read_warm_specs(path: str | None) -> list[GrammarSpec]:
         return read_warm_specs(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--warm-schemas {path} cannot be read: {error}") from error
+
+
+def _bundle_folder(path: str | None) -> Path | None:
+    folder = None if path is None else Path(path).expanduser()
+    if folder is not None and not folder.is_dir():
+        raise ConfigError(f"--programs {path}: there is no such folder")
+    return folder
 
 
 class _PhaseReport:

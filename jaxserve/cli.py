@@ -7,12 +7,13 @@ model cannot be served, 130 interrupted.
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
 from jaxserve import __version__, grammar_command, logs
-from jaxserve.config import ServeConfig, serve_flags
+from jaxserve.config import PROGRAM_FLAGS, TARGETS, ServeConfig, serve_flags
 from jaxserve.errors import ConfigError, ModelLoadError
 from jaxserve.hub.demo import DEMO_MODEL_NAME, fetch_gemma3_270m
 
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if command == "grammar":
             logs.configure("INFO")
             return grammar_command.run(arguments, cache_dir())
+        if command == "compile":
+            return _compile(arguments)
         return _serve(_serve_config(arguments))
     except ConfigError as error:
         return _fail(error, 2)
@@ -70,6 +73,16 @@ def _serve(config: ServeConfig) -> int:
     return serve(config, cache_dir())
 
 
+def _compile(arguments: dict[str, Any]) -> int:
+    target, out = arguments.pop("target"), Path(arguments.pop("out"))
+    config = ServeConfig(**arguments)
+    config.check()
+    logs.configure("INFO")
+    from jaxserve import compile_command
+
+    return compile_command.run(config, target, out, cache_dir())
+
+
 def _fail(error: Exception | str, code: int) -> int:
     sys.stderr.write(f"jaxserve: {error}\n")
     return code
@@ -94,23 +107,40 @@ def parser() -> argparse.ArgumentParser:
         help="serve a model",
         formatter_class=_HelpFormatter,
     )
-    for setting in serve_flags():
+    _add_settings(serve, serve_flags())
+    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
+    fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
+    fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
+    grammar_command.add_command(commands)
+    compile_parser = commands.add_parser(
+        "compile",
+        help="compile all that serving a model on a device needs, for `jaxserve serve --programs`",
+        formatter_class=_HelpFormatter,
+    )
+    compile_parser.add_argument(
+        "--target", required=True, choices=TARGETS, help="what to compile for; it need not be here"
+    )
+    compile_parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write; programs in it are replaced"
+    )
+    names = ("model", *PROGRAM_FLAGS)
+    _add_settings(compile_parser, [s for s in serve_flags() if s.name in names])
+    return top
+
+
+def _add_settings(command: argparse.ArgumentParser, settings: Iterable[Field[Any]]) -> None:
+    for setting in settings:
         options = dict(setting.metadata)
         if options.get("action") != "store_true":
             kind = next((t for t in (int, float) if str(t.__name__) in str(setting.type)), str)
             options.setdefault("type", kind)
-        serve.add_argument(
+        command.add_argument(
             "--" + setting.name.replace("_", "-"),
             # argparse would append to a default.
             default=None if isinstance(setting.default, tuple) else setting.default,
             help=options.pop("help").replace("%", "%%"),
             **options,
         )
-    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
-    fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
-    fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
-    grammar_command.add_command(commands)
-    return top
 
 
 if __name__ == "__main__":

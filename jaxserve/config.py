@@ -9,6 +9,23 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
+TARGETS = ("cpu", "v6e:1x1")
+"""What `jaxserve compile` compiles for: chips by type and number."""
+
+PROGRAM_FLAGS = (
+    "dtype",
+    "weights",
+    "ple_dtype",
+    "kv_dtype",
+    "attention",
+    "max_model_len",
+    "max_batch",
+    "kv_cache_bytes",
+    "tokens_per_resume_point",
+    "grammar_bytes",
+)
+"""Settings that compiled programs depend on."""
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?")
 
 
@@ -98,6 +115,12 @@ class ServeConfig:
         metavar="SIZE",
         type=size_in_bytes,
     )
+    no_forced_runs: bool = flag(
+        "sample every token of guided answers, also those that a grammar leaves no choice about;"
+        " the answers are the same",
+        False,
+        action="store_true",
+    )
     grammar_compile_s: float = flag(
         "CPU seconds that compiling one grammar may take; what takes more is refused",
         2.0,
@@ -147,6 +170,12 @@ class ServeConfig:
     )
     compile_cache: str | None = flag(
         "folder of compiled programs; default: in the user's cache folder; '' turns it off",
+        None,
+        metavar="DIR",
+    )
+    programs: str | None = flag(
+        "folder of programs that `jaxserve compile` wrote for the same flags; what it holds is code"
+        " and runs as such; what does not fit is compiled anew",
         None,
         metavar="DIR",
     )

@@ -59,6 +59,9 @@ class Metrics:
             "Sequences with a grammar that began, by what keeps them to it: device or host.",
             "path",
         )
+        self._forced_tokens = self._counter(
+            "guided_forced_tokens", "Tokens that took no step: their grammar left no choice."
+        )
         self._tool_calls = self._counter("tool_calls", "Calls of tools in answers.")
         self._turn_faults = self._counter(
             "turn_faults",
@@ -125,6 +128,7 @@ class Metrics:
         reason: str,
         *,
         num_output_tokens: int,
+        num_forced_tokens: int = 0,
         queue_s: float | None,
         ttft_s: float | None,
         total_s: float,
@@ -134,6 +138,7 @@ class Metrics:
         A time is None where the sequence never got there.
         """
         self._finished[reason].inc()
+        self._forced_tokens.inc(num_forced_tokens)
         self._e2e.observe(total_s)
         if queue_s is not None:
             self._queue.observe(queue_s)

@@ -3,7 +3,7 @@
 Everything here is immutable. It knows nothing of HTTP, of text or of the device's arrays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -113,6 +113,14 @@ class Guide(Protocol):
         """
         ...
 
+    def forced_ids(self, limit: int) -> Sequence[int]:
+        """Return the first of the ids that must follow, at most so many.
+
+        The mask of each place allows its id alone, so they are what would be sampled; end ids may
+        be among them.
+        """
+        ...
+
     def advance(self, token_id: int) -> None:
         """Go on behind a token that was sampled; one that is not allowed is an end."""
         ...
@@ -190,7 +198,8 @@ GrammarPath = Literal["device", "host"]
 class RequestStats:
     """Counts and times of one sequence that ended; a time of None: it never got there.
 
-    `grammar_path` is None where it had no grammar, or never ran.
+    `grammar_path` is None where it had no grammar, or never ran. `num_forced_tokens` of its output
+    took no step of their own: the grammar left no choice about them.
     """
 
     num_prompt_tokens: int
@@ -200,6 +209,7 @@ class RequestStats:
     ttft_s: float | None
     total_s: float
     grammar_path: GrammarPath | None = None
+    num_forced_tokens: int = 0
 
 
 class TokenLogprobs(NamedTuple):

@@ -47,8 +47,9 @@ from jaxserve.cache.pages import PagePool
 from jaxserve.cache.radix import RadixTree
 from jaxserve.cli import cache_dir
 from jaxserve.config import ServeConfig
+from jaxserve.device.choices import LoadOptions
 from jaxserve.device.compiler import use_compile_cache
-from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.device.loader import load_model
 from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.engine.client import EngineClient, EngineStatus
 from jaxserve.engine.core import EngineCore, HostTimes
@@ -300,7 +301,9 @@ def tiny_model() -> Iterator[Path]:
             for source in spec.sources
         }
         save_file(tensors, folder / "model.safetensors")
-        vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2} | {f" word{i}": i for i in range(3, 1024)}
+        vocab = {"<pad>": 0, "<eos>": 1, "<bos>": 2}
+        vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+        vocab |= {f" word{i}": i for i in range(259, 1024)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
         decoders = [Replace("\u2581", " "), ByteFallback(), Fuse()]
         tokenizer.decoder = tokenizers.decoders.Sequence(decoders)

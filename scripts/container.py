@@ -32,10 +32,8 @@ def main(argv: Sequence[str]) -> int:
 
     command = with_address(argv, os.environ)
     arguments = cli.parser().parse_args(command)
-    if arguments.command == "serve":
-        model = arguments.model or arguments.model_argument
-    else:
-        model = arguments.name
+    named = {"model", "model_argument", "name"} & set(vars(arguments))
+    model = next(filter(None, (getattr(arguments, name) for name in sorted(named))), None)
     _warn_if_read_only(cli.cache_dir())
     if model in (None, DEMO_MODEL_NAME) and not has_gemma3_270m(cli.cache_dir()):
         code = fetch_demo_model(DEMO_MODEL_NAME)

@@ -34,6 +34,7 @@ MAX_COMPILES = 2
 TOKENS_PER_RESUME_POINT = 8192
 HBM_BYTES = 32e9
 RESIDENT_BYTES = 28e9  # weights and KV: a pool smaller than VMEM would be copied there and back
+HEADROOM = 1.15
 LIMITS = Path(__file__).with_name("tpu_limits.toml")
 
 SIZES = {  # model dim, ffn, layers, of them sharing KV, kv heads, sliding layers to each full one
@@ -128,6 +129,7 @@ class Report:
     ) -> None:
         self._config = config
         self._limits = limits
+        self.reached: dict[str, dict[str, float]] = {}
         self._params = on_chip(abstract_params(config, DTYPE, int4_uses))
         mix = PageMix.of_model(
             config,
@@ -167,13 +169,16 @@ class Report:
         cells += [f"{value:.2f}" for value in times]
         cells.append(str(made.num_sorts))
         print("|", " | ".join(cells), "|", flush=True)
-        measured = {
-            "temp_gb": made.temp_bytes / 1e9,
-            "ratio": ratio,
-            "device_gb": made.device_bytes / 1e9,
-        }
+        self.reached[name] = {"temp_gb": made.temp_bytes / 1e9, "ratio": ratio}
+        measured = {**self.reached[name], "device_gb": made.device_bytes / 1e9}
         limits = {"device_gb": HBM_BYTES / 1e9, **self._limits.get(name, {})}
         return [f"{name}: {fault}" for fault in find_faults(made, measured, limits)]
+
+
+def limit_line(name: str, reached: Mapping[str, float]) -> str:
+    """Return a line of scripts/tpu_limits.toml that leaves what a program reached some room."""
+    limits = (f"{key} = {value * HEADROOM:.2g}" for key, value in reached.items())
+    return f'"{name}" = {{ {", ".join(limits)} }}'
 
 
 def read_limits(options: str) -> dict[str, dict[str, float]]:
@@ -226,6 +231,8 @@ def main() -> int:
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     with ThreadPoolExecutor(MAX_COMPILES) as pool:
         faults = [fault for found in pool.map(report.compile, names) for fault in found]
+    lines = [limit_line(name, report.reached[name]) for name in names]
+    print(f'\nAs limits, with room:\n\n["{options}"]', *lines, sep="\n", flush=True)
     sys.stderr.writelines(f"{fault}\n" for fault in faults)
     return int(args.check and bool(faults))
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
 from jax.stages import Lowered
 
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.plan import PAGE_SIZE, DevicePlan
 from jaxserve.device.runner import StepProgram, empty_cache, empty_state
+from jaxserve.device.targets import find_target_by_name
 from jaxserve.errors import InvariantError
 from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.models.config import ModelConfig
@@ -57,11 +57,7 @@ class Estimate:
 
 def on_chip(shapes: Any) -> Any:
     """Place shapes on one v6e that is not there."""
-    # It loads libtpu, which not every use of this file needs.
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=(1, 1, 1))
-    chip = SingleDeviceSharding(topology.devices[0])
+    chip = find_target_by_name("v6e:1x1").sharding
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=chip), shapes
     )

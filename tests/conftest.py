@@ -1,6 +1,7 @@
 """Settings of every test run: the same examples each time, a CPU unless a chip was asked for."""
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -16,6 +17,16 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before any test module imports jax. Subprocesses inherit it.
     if config.option.markexpr != "accelerator":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.fixture(scope="module")
+def compile_fast() -> Iterator[None]:
+    """Let what the server compiles in this process be compiled as tests compile."""
+    from tests.compiling import OPTIONS
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxserve.device.compiler._compile", lambda lower: lower().compile(OPTIONS))
+        yield
 
 
 # What a folder's tests share is expensive here: a server, compiled programs.

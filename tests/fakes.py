@@ -1,7 +1,7 @@
 """Test doubles of the engine's neighbours, simple enough to work out by hand."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.models.config import AttentionKind
 from jaxserve.types import (
     GenerationRequest,
+    Grammar,
     Guidance,
     OutputEvent,
     PromptOutput,
@@ -58,11 +59,45 @@ def fake_next_token(token_ids: Sequence[int], seed: int) -> int:
     return h % FAKE_VOCAB_SIZE
 
 
-def fake_generate(prompt_ids: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
-    """All output ids of a sequence that runs alone: what every schedule has to give."""
+class FakeGuide:
+    """Where an answer is in a grammar that forces some of its places, which are its states."""
+
+    may_end = False
+
+    def __init__(self, forced: Mapping[int, int]) -> None:
+        self._forced = forced
+        self.state = 0
+
+    def allowed_words(self, max_left: int | None = None) -> npt.NDArray[np.uint32]:
+        raise AssertionError("nobody was told that masks are needed")
+
+    def forced_ids(self, limit: int) -> Sequence[int]:
+        ids: list[int] = []
+        while len(ids) < limit and (state := self.state + len(ids)) in self._forced:
+            ids.append(self._forced[state])
+        return ids
+
+    def advance(self, token_id: int) -> None:
+        assert self._forced.get(self.state, token_id) == token_id
+        self.state += 1
+
+
+def fake_guidance(forced: Mapping[int, int], end_ids: Iterable[int] = ()) -> Guidance:
+    """Make a grammar of an answer that forces the ids at these places."""
+    return Guidance(grammar=Grammar(start=lambda: FakeGuide(forced)), end_ids=frozenset(end_ids))
+
+
+def fake_generate(
+    prompt_ids: Sequence[int], sampling: SamplingParams, forced: Mapping[int, int] | None = None
+) -> tuple[int, ...]:
+    """All output ids of a sequence that runs alone: what every schedule has to give.
+
+    `forced`: ids that a grammar leaves no choice about, by their places in the answer.
+    """
     token_ids = list(prompt_ids)
-    for _ in range(sampling.max_tokens):
-        token_ids.append(fake_next_token(token_ids, sampling.seed))
+    for place in range(sampling.max_tokens):
+        token_id = fake_next_token(token_ids, sampling.seed)
+        token_ids.append((forced or {}).get(place, token_id))
         if token_ids[-1] in sampling.stop_token_ids:
             break
     return tuple(token_ids[len(prompt_ids) :])
@@ -85,6 +120,11 @@ class FakeSlot:
         default_factory=lambda: {"full": {}, "sliding": {}}
     )
     last_id: int | None = None
+    # Of a grammar: its guide, where the next token is sampled.
+    guidance: Guidance | None = None
+    staged_state: int = 0
+    state: int = 0
+    num_counted: int = 0
 
 
 class FakePendingTokens:
@@ -175,7 +215,7 @@ class FakeRunner:
         self.count_call("open_slot")
         assert 0 <= slot < self.num_slots
         assert prompt_ids
-        self._slots[slot] = FakeSlot(sampling)
+        self._slots[slot] = FakeSlot(sampling, num_counted=len(prompt_ids) + len(output_ids))
 
     def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
         self.count_call("set_pages")
@@ -193,7 +233,24 @@ class FakeRunner:
         end_position: int,
         live_slots: Collection[int],
     ) -> bool:
-        raise AssertionError("its next token is arithmetic, which no grammar changes")
+        self.count_call("open_grammar")
+        assert live_slots
+        self._slots[slot].guidance = guidance
+        self._slots[slot].staged_state = state
+        return True
+
+    def set_grammar_state(self, slot: int, state: int) -> None:
+        self._slots[slot].staged_state = state
+
+    def count_tokens(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        assert tuple(output_ids[-len(token_ids) :]) == tuple(token_ids)
+        self._slots[slot].num_counted += len(token_ids)
 
     def write_masks(self, masks: Sequence[tuple[int, npt.NDArray[np.uint32]]]) -> None:
         raise AssertionError("nobody was told that masks are needed")
@@ -228,7 +285,7 @@ class FakeRunner:
         sampled = [
             self._sample(chunk.slot, chunk.start + len(chunk.token_ids))
             for chunk in chunks
-            if chunk.sample
+            if chunk.sample and self._begin(chunk.slot)
         ]
         targets = chunks[0].targets
         if any(chunk.targets for chunk in chunks):
@@ -244,6 +301,7 @@ class FakeRunner:
             last_id = self._slots[slot].last_id
             assert last_id is not None, f"slot {slot} decodes before its prompt is computed"
             self._write(slot, position, [last_id])
+            self._slots[slot].num_counted += 1
         for slot, position in zip(slots, positions, strict=True):
             self._check_window(slot, position)
         sampled = [
@@ -251,6 +309,11 @@ class FakeRunner:
             for slot, position in zip(slots, positions, strict=True)
         ]
         return self._pending(sampled, self.decode_s)
+
+    def _begin(self, slot: int) -> bool:
+        """Let an extend sample in the state that it was given."""
+        self._slots[slot].state = self._slots[slot].staged_state
+        return True
 
     def _cell(self, slot: int, position: int, kind: AttentionKind) -> tuple[int, int]:
         assert 0 <= position < self.max_model_len
@@ -277,8 +340,16 @@ class FakeRunner:
     def _sample(self, slot: int, end: int) -> int:
         first = max(end - self.window, 0)
         token_ids = self._read(slot, 0, first, "full") + self._read(slot, first, end, "sliding")
-        token_id = fake_next_token(token_ids, self._slots[slot].sampling.seed)
-        self._slots[slot].last_id = token_id
+        kept = self._slots[slot]
+        assert kept.num_counted == len(token_ids), "not every id was counted, or one was twice"
+        token_id = fake_next_token(token_ids, kept.sampling.seed)
+        if kept.guidance is not None:
+            guide = kept.guidance.grammar.start()
+            assert isinstance(guide, FakeGuide)
+            guide.state = kept.state
+            token_id = next(iter(guide.forced_ids(1)), token_id)
+            kept.state += 1
+        kept.last_id = token_id
         return token_id
 
     def _pending(
@@ -342,6 +413,7 @@ class SteppedEngine:
         session: str | None = None,
         cache_salt: str | None = None,
         resume_points: Iterable[int] = (),
+        forced: Mapping[int, int] | None = None,
     ) -> GenerationRequest:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -358,6 +430,7 @@ class SteppedEngine:
             session=session,
             cache_salt=cache_salt,
             resume_points=tuple(resume_points),
+            guidance=None if forced is None else fake_guidance(forced, sampling.stop_token_ids),
         )
         self.inbox.put(Submit(request=request, arrival_s=self.runner.clock()))
         return request

@@ -30,6 +30,17 @@ def tiny_vocabulary() -> GrammarVocabulary:
     )
 
 
+def longest_first(vocabulary: GrammarVocabulary, text: str) -> list[int]:
+    """Tokenize by taking the longest token each time."""
+    id_of = {piece: token_id for token_id, piece in enumerate(vocabulary.token_bytes) if piece}
+    ids, rest = [], text.encode()
+    while rest:
+        length = next(n for n in range(len(rest), 0, -1) if rest[:n] in id_of)
+        ids.append(id_of[rest[:length]])
+        rest = rest[length:]
+    return ids
+
+
 def unpacked(words_W: NDArray[np.uint32], size: int) -> NDArray[np.bool_]:
     """Return a packed mask as booleans."""
     bits = np.unpackbits(words_W.astype("<u4").view(np.uint8), bitorder="little")

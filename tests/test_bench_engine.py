@@ -103,6 +103,7 @@ async def test_client_raises_what_the_server_refuses() -> None:
             await stream_completion(port, (8,), 1, trace(0.0))
 
 
+@pytest.mark.usefixtures("compile_fast")
 async def test_sweep_of_the_engine_on_a_tiny_model() -> None:
     with tiny_model() as folder:
         config = json.loads((folder / "config.json").read_text())

@@ -1,13 +1,9 @@
 """The reading of optimised HLO on snippets of what the TPU compiler printed, shortened by hand.
 
-The compiler itself runs only where libtpu is installed (extra `tpu`): test_compiles_for_v6e is
-skipped elsewhere, a default test run has no need of the extra.
+The compiler itself is asked by `.ci/run`; tests have no need of the extra `tpu`.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
+import tomllib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +16,7 @@ from jaxserve.models.kv_cache import KVDtype
 from jaxserve.models.specs import Use, abstract_params
 from scripts.tpu_hlo import Cost, Hlo, Kernel, kernel_of, parse_instruction
 from scripts.tpu_kernels import estimate_ms, read_bundles
-from scripts.tpu_report import find_faults, model_config, read_limits
+from scripts.tpu_report import find_faults, limit_line, model_config, read_limits
 from scripts.tpu_steps import Estimate, floor_ms
 
 ROOT = Path(__file__).parent.parent
@@ -279,6 +275,12 @@ def test_limits_are_found_by_the_options_as_printed() -> None:
     assert read_limits("another model") == {}
 
 
+def test_new_limits_are_a_line_of_the_file() -> None:
+    line = limit_line("decode 8", {"temp_gb": 0.174, "ratio": 9.52})
+    assert line == '"decode 8" = { temp_gb = 0.2, ratio = 11 }'
+    assert tomllib.loads(line) == {"decode 8": {"temp_gb": 0.2, "ratio": 11}}
+
+
 LINEARS = 278_396_928 + 1_557_135_360 + 27_525_120 + 13_762_560
 KV_READ = 28 * 512 * 1024 + 7 * 8192 * 2048
 KV_READ_INT8 = 28 * 512 * (512 + 8) + 7 * 8192 * (1024 + 8)
@@ -324,19 +326,3 @@ def test_sizes_store_the_known_bytes_per_token(name: str, full_kib: int, sliding
     config = model_config(name)
     assert config.kv_values_per_token("full") * 2 == full_kib * 1024
     assert config.kv_values_per_token("sliding") * 2 == sliding_kib * 1024
-
-
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the extra `tpu`")
-@pytest.mark.timeout(900)
-def test_compiles_for_v6e() -> None:
-    # A process of its own: libtpu is loaded once and takes a lock.
-    done = subprocess.run(
-        [sys.executable, "scripts/tpu_report.py", "--batch", "8", "--extend", "", "--check"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "| decode 8 |" in done.stdout

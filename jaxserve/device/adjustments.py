@@ -141,14 +141,17 @@ def _penalize(logits_BV: jax.Array, mark_BV: jax.Array, rows: AdjustmentRows) ->
 
 
 def write_piece(tables: Adjustments, staged: jax.Array) -> Adjustments:
-    """Write one staged piece of a slot's table; the first one clears what was there."""
+    """Write one staged piece of a slot's table; the first one clears what was there.
+
+    Marks are added to what is there, biases take its place.
+    """
     slot, is_first = staged[0], staged[1] != 0
     fill = lax.bitcast_convert_type(staged[2], jnp.float32)
     ends = _HEADER + np.cumsum([_NUM_ENTRIES, _NUM_ENTRIES, _NUM_ENTRIES, _RECENT])
     ids_K, marks_K, bias_K, recent_R, bad_words = jnp.split(staged[_HEADER:], ends - _HEADER)
     bias_K = lax.bitcast_convert_type(bias_K, jnp.float32)
     marks_V, bias_V = tables.marks_SV[slot], tables.bias_SV[slot]
-    marks_V = jnp.where(is_first, 0, marks_V).at[ids_K].set(marks_K, mode="drop")
+    marks_V = jnp.where(is_first, 0, marks_V).at[ids_K].add(marks_K, mode="drop")
     bias_V = jnp.where(is_first, fill, bias_V).at[ids_K].set(bias_K, mode="drop")
     return Adjustments(
         marks_SV=tables.marks_SV.at[slot].set(marks_V),
@@ -184,17 +187,42 @@ def table_pieces(
     bias[np.searchsorted(ids, allowed)] = 0.0
     bias[np.searchsorted(ids, biased)] += [value for _, value in sampling.logit_bias]
 
+    tail = _tail(sampling, output_ids)
+    return [
+        _piece(slot, start == 0, fill, ids[start:end], marks[start:end], bias[start:end], tail)
+        for start in range(0, max(len(ids), 1), _NUM_ENTRIES)
+        for end in [start + _NUM_ENTRIES]
+    ]
+
+
+def counting_pieces(
+    slot: int, sampling: SamplingParams, token_ids: Sequence[int], output_ids: Sequence[int]
+) -> list[Int32Array]:
+    """Stage generated ids that no decode counts; `output_ids` are all so far, these included.
+
+    They are at most as many as a piece has entries. None where the request adjusts nothing.
+    """
+    if not sampling.adjusts_logits:
+        return []
+    ids, count = np.unique(np.asarray(token_ids, np.int32), return_counts=True)
+    added, allowed = dict(sampling.logit_bias), sampling.allowed_token_ids
+    bias = [
+        (0.0 if allowed is None or token_id in allowed else BANNED) + added.get(token_id, 0.0)
+        for token_id in ids.tolist()
+    ]
+    tail = _tail(sampling, output_ids)
+    return [_piece(slot, False, 0.0, ids, count.astype(np.int32), np.array(bias, np.float32), tail)]
+
+
+def _tail(sampling: SamplingParams, output_ids: Sequence[int]) -> Int32Array:
+    """Lay out the last generated ids and the bad words."""
     tail = np.full(_RECENT + _BAD_WORDS_SIZE, -1, np.int32)
     recent = np.asarray(output_ids[-_RECENT:], np.int32)
     tail[_RECENT - len(recent) : _RECENT] = recent
     words_WL = tail[_RECENT:].reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     for word_L, word in zip(words_WL, sampling.bad_words, strict=False):
         word_L[-len(word) :] = word
-    return [
-        _piece(slot, start == 0, fill, ids[start:end], marks[start:end], bias[start:end], tail)
-        for start in range(0, max(len(ids), 1), _NUM_ENTRIES)
-        for end in [start + _NUM_ENTRIES]
-    ]
+    return tail
 
 
 def padding_piece(slot: int) -> Int32Array:

@@ -43,6 +43,8 @@ def compile_all(
 ) -> dict[Key, Compiled]:
     """Lower and compile every program, on all cores; `progress` gets (done, total)."""
     programs: dict[Key, Compiled] = {}
+    if not lower:
+        return programs
     progress(0, len(lower))
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile") as pool:
         futures = {pool.submit(_compile, make): key for key, make in lower.items()}

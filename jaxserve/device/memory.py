@@ -74,6 +74,19 @@ class PageMix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """The two sizes, in bytes, that a device's memory decides.
+
+    Attributes:
+        kv_bytes: what the page pools may take.
+        temp_bytes: most that one program needs beside its arguments and results.
+    """
+
+    kv_bytes: int
+    temp_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
     """Where the device's bytes go.
 

@@ -7,15 +7,23 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 from jax.stages import Compiled, Lowered
+from jax.typing import DTypeLike
 
 from jaxserve.device import logprobs, programs
-from jaxserve.device.adjustments import PIECE_SIZE, padding_piece, table_pieces, write_piece
+from jaxserve.device.adjustments import (
+    PIECE_SIZE,
+    counting_pieces,
+    padding_piece,
+    table_pieces,
+    write_piece,
+)
 from jaxserve.device.arena import Arena, Words, Write, row_words, strided
 from jaxserve.device.buckets import (
     DecodeBucket,
@@ -37,8 +45,11 @@ from jaxserve.types import Guidance, SamplingParams, TokenLogprobs
 StepProgram = DecodeBucket | ExtendShape
 """What a step's program is compiled for."""
 
-Program = StepProgram | Literal["write_table", "write_arena", "copy_pages"]
-"""What a program is compiled for: the last two parts of slots' adjustments, and of grammars."""
+OtherProgram = Literal["allocate", "write_table", "write_arena", "copy_pages"]
+
+Program = StepProgram | OtherProgram
+"""What a program is compiled for: `allocate` makes the cache and the slots' state, `write_table`
+and `write_arena` write parts of slots' adjustments, and of grammars."""
 
 ARENA_PIECE_ROWS = 16
 """Rows that `write_arena` writes at once: 0.5 MiB at a vocabulary of 262,144."""
@@ -102,31 +113,58 @@ def step_programs(plan: DevicePlan) -> list[StepProgram]:
 
 
 def lowerings(
-    plan: DevicePlan, config: ModelConfig, params: Params
+    plan: DevicePlan,
+    config: ModelConfig,
+    params: Params,
+    sharding: SingleDeviceSharding | None = None,
 ) -> dict[Program, Callable[[], Lowered]]:
-    """Return what to call to lower each program; `params` may be arrays or their shapes."""
-    cache = jax.eval_shape(lambda: empty_cache(plan, config))
-    state = jax.eval_shape(lambda: empty_state(plan, config))
+    """Return what to call to lower each program; `params` may be arrays or their shapes.
+
+    `sharding`: of a device that is not at hand, which the shapes of `params` name as well.
+    """
+
+    def shape(shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    allocate = partial(_allocate, plan, config)
+    cache, state = jax.tree.map(
+        lambda leaf: shape(leaf.shape, leaf.dtype), jax.eval_shape(allocate)
+    )
 
     def lower(program: Program) -> Lowered:
+        if program == "allocate":
+            return jax.jit(allocate, out_shardings=sharding).lower()
         if program == "write_table":
-            piece = jax.ShapeDtypeStruct((PIECE_SIZE,), jnp.int32)
+            piece = shape((PIECE_SIZE,), jnp.int32)
             return jax.jit(_write_piece, donate_argnums=0).lower(state, piece)
         if program == "write_arena":
-            size = ARENA_PIECE_ROWS * (1 + row_words(config.vocab_size))
-            piece = jax.ShapeDtypeStruct((size,), jnp.uint32)
+            piece = shape((ARENA_PIECE_ROWS * (1 + row_words(config.vocab_size)),), jnp.uint32)
             return jax.jit(_write_rows, donate_argnums=0).lower(state, piece)
         if program == "copy_pages":
-            copies = jax.ShapeDtypeStruct((plan.num_slots, COPY_FIELDS), jnp.int32)
+            copies = shape((plan.num_slots, COPY_FIELDS), jnp.int32)
             copy = jax.jit(copy_pages, static_argnums=1, donate_argnums=0)
             return copy.lower(cache, config, copies)
         function, staged_shape = step_function(program, plan, config)
-        staged = jax.ShapeDtypeStruct(staged_shape, jnp.int32)
+        staged = shape(staged_shape, jnp.int32)
         return jax.jit(function, donate_argnums=(1, 2)).lower(params, cache, state, staged)
 
-    others: list[Program] = ["write_table", "write_arena", "copy_pages"]
-    all_programs: list[Program] = [*step_programs(plan), *others]
+    all_programs: list[Program] = [*step_programs(plan), *get_args(OtherProgram)]
     return {program: partial(lower, program) for program in all_programs}
+
+
+def name_of(program: Program) -> str:
+    """Name a program, such as decode-8x256 of 8 rows and page tables of 256 entries."""
+    if isinstance(program, DecodeBucket):
+        return f"decode-{program.rows}x{program.table_size}"
+    if isinstance(program, ExtendShape):
+        kind = "score" if program.scores else "extend"
+        return f"{kind}-{program.bucket.tokens}x{program.table_size}"
+    return program
+
+
+def _allocate(plan: DevicePlan, config: ModelConfig) -> tuple[KVCache, DecodeState]:
+    """Make empty pages and slots."""
+    return empty_cache(plan, config), empty_state(plan, config)
 
 
 def _write_piece(state: DecodeState, piece: jax.Array) -> DecodeState:
@@ -188,8 +226,7 @@ class ModelRunner:
         self._plan = plan
         self._window = config.window
         self._programs = compiled
-        self._cache = empty_cache(plan, config)
-        self._state = empty_state(plan, config)
+        self._cache, self._state = compiled["allocate"]()
         self._vocab_size = config.vocab_size
         self._arena = Arena(
             num_rows=plan.arena_rows, num_slots=plan.num_slots, vocab_size=config.vocab_size
@@ -279,6 +316,21 @@ class ModelRunner:
             end_position=end_position if guidance.ensures_complete else 0,
         )
         return True
+
+    def set_grammar_state(self, slot: int, state: int) -> None:
+        """Set the grammar's state that the slot's next extend samples in."""
+        self._host_rows.set_grammar_state(slot, state)
+
+    def count_tokens(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Note generated ids that no decode takes in; `output_ids` are all so far."""
+        for piece in counting_pieces(slot, sampling, token_ids, output_ids):
+            self._write_table(piece)
 
     def write_masks(self, masks: Sequence[tuple[int, Words]]) -> None:
         """Set the masks of slots for their next token; bit b of word w is token 32·w + b."""

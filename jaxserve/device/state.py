@@ -169,6 +169,10 @@ class HostRows:
         row[Column.GRAMMAR], row[Column.GRAMMAR_ENDS] = header, ends
         row[Column.GRAMMAR_STATE], row[Column.END_POSITION] = state, end_position
 
+    def set_grammar_state(self, slot: int, state: int) -> None:
+        """Set the state that the slot's next extend samples in."""
+        self._rows[slot, Column.GRAMMAR_STATE] = state
+
     def set_pages(self, slot: int, start: int, pages: Sequence[int], kind: AttentionKind) -> None:
         """Set entries [start, start + len(pages)) of one of a slot's page tables."""
         first = Column.TABLE + start + (self._table_size if kind == "sliding" else 0)

@@ -1,5 +1,6 @@
 """What one step is to do, and what it gave: plain values between the scheduler and the loop."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,6 +28,13 @@ class PageCopy(NamedTuple):
     sliding_target: int
 
 
+class ForcedChunk(NamedTuple):
+    """A request whose next ids are certain, and the ids that are computed of it at once."""
+
+    request: Request
+    token_ids: Sequence[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class Batch:
     """One step, to be dispatched in this order; the scheduler fills all of it, the core only reads.
@@ -39,6 +47,7 @@ class Batch:
         prefilled: the requests of those chunks that sample, in their order.
         decoded: the requests of the decode, row by row, with their slots and positions.
         scored: the request of the only chunk, where that is scored.
+        forced: chunks among them that take in ids which a grammar leaves no choice about.
         num_preempted: requests that lost their pages for the sake of this step.
         num_looked_up: prompt tokens of first admissions that were looked for in the prefix tree.
         num_cached: how many of those need not be computed.
@@ -55,6 +64,7 @@ class Batch:
     slots: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     scored: Request | None = None
+    forced: list[ForcedChunk] = field(default_factory=list)
     num_preempted: int = 0
     num_looked_up: int = 0
     num_cached: int = 0

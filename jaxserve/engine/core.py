@@ -10,11 +10,11 @@ Every sequence that was submitted gets exactly one terminal event, also when the
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from jaxserve.engine.batch import Batch, StepResults
-from jaxserve.engine.guides import guide_along, host_masks
+from jaxserve.engine.guides import host_masks
 from jaxserve.engine.inbox import Abort, Ask, Command, Inbox, Submit
 from jaxserve.engine.request import Request
 from jaxserve.engine.runner import PendingTokens, Runner
@@ -179,6 +179,8 @@ class EngineCore:
             )
         for request in batch.admitted:  # none of their slots has an old grammar any more
             self._open_grammar(request)
+        for chunk in batch.forced:
+            self._skip_ahead(chunk.request, chunk.token_ids)
         masks = host_masks((*batch.prefilled, *batch.decoded))
         if masks:
             self._runner.write_masks(masks)
@@ -195,9 +197,10 @@ class EngineCore:
         return _StepInFlight(batch, extended, decoded, self._clock())
 
     def _open_grammar(self, request: Request) -> None:
-        if request.guidance is None:
+        guide = request.guide
+        if guide is None or request.guidance is None:
             return
-        guide = guide_along(request.guidance, request.output_ids)
+        request.catch_up(guide)
         is_on_device = self._runner.open_grammar(
             request.slot,
             request.guidance,
@@ -209,8 +212,14 @@ class EngineCore:
         if request.grammar_path is None:
             self._metrics.observe_guided(path)
         request.grammar_path = path
-        request.guide = None if is_on_device else guide
-        request.num_guided_tokens = len(request.output_ids)
+
+    def _skip_ahead(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Tell the device of ids that it takes in as known ones, where it would have sampled."""
+        guide = request.guide
+        if guide is not None and request.grammar_path == "device":
+            request.catch_up(guide)
+            self._runner.set_grammar_state(request.slot, guide.state)
+        self._runner.count_tokens(request.slot, request.sampling, token_ids, request.output_ids)
 
     def _settle_in_flight(self) -> float:
         """Read the ids of the step in flight and keep its events; return the seconds waited."""
@@ -242,8 +251,9 @@ class EngineCore:
         if batch.scored is not None and step.extended is not None:
             results.target_logprobs = step.extended.target_logprobs()
         num_prefilled = sum(len(chunk.token_ids) for chunk in batch.chunks)
-        num_kept = self._scheduler.settle(batch, results, done_s, self._events)
-        self._metrics.observe_settled(done_s - begun_s, num_prefilled, num_kept)
+        num_prefilled -= sum(len(chunk.token_ids) for chunk in batch.forced)
+        num_told = self._scheduler.settle(batch, results, done_s, self._events)
+        self._metrics.observe_settled(done_s - begun_s, num_prefilled, num_told)
         return done_s - asked_s
 
     def _publish_events(self) -> None:
@@ -255,6 +265,7 @@ class EngineCore:
                 self._metrics.observe_finished(
                     event.reason,
                     num_output_tokens=event.stats.num_output_tokens,
+                    num_forced_tokens=event.stats.num_forced_tokens,
                     queue_s=event.stats.queue_s,
                     ttft_s=event.stats.ttft_s,
                     total_s=event.stats.total_s,

@@ -1,10 +1,10 @@
-"""Grammars on the host: where a sequence is in one, and masks for those that the device lacks.
+"""Masks of grammars that the device does not keep, made on the host.
 
-Device thread only. A guide goes along with tokens that have been read; the device's own state, of
+Device thread only. A guide goes along with the ids that the host knows; the device's own state, of
 grammars that it keeps, is one step ahead of that.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -15,28 +15,20 @@ from jaxserve.types import Guidance, Guide
 Words = npt.NDArray[np.uint32]
 
 
-def guide_along(guidance: Guidance, output_ids: Sequence[int]) -> Guide:
-    """Return a guide as of these output ids."""
-    guide = guidance.grammar.start()
-    for token_id in output_ids:
-        guide.advance(token_id)
-    return guide
-
-
 def host_masks(requests: Iterable[Request]) -> list[tuple[int, Words]]:
     """Return the slots that need a mask for the token they are about to sample, and the masks."""
     return [
         (request.slot, _mask(request, request.guide, request.guidance))
         for request in requests
-        if request.guide is not None and request.guidance is not None
+        if request.grammar_path == "host"
+        and request.guide is not None
+        and request.guidance is not None
     ]
 
 
 def _mask(request: Request, guide: Guide, guidance: Guidance) -> Words:
     """Go along with what was read since, and tell what may follow: as the device does it."""
-    for token_id in request.output_ids[request.num_guided_tokens :]:
-        guide.advance(token_id)
-    request.num_guided_tokens = len(request.output_ids)
+    request.catch_up(guide)
     words = _in_time(request, guide, guidance)
     ends = np.zeros_like(words)
     for token_id in guidance.end_ids:

@@ -10,8 +10,10 @@ Positions of a sequence of P prompt ids and G settled output ids, all half-open:
     [sliding_start, sliding_end)            pages, not positions: covered by sliding pages, which
                                             is the window and a little before it
     [num_computed_tokens, full_start)       shared with others: computed for sliding layers alone
-    [P, P + G)                              output ids that the host has read
+    [P, P + G)                              output ids that the host knows: it has read them, or a
+                                            grammar leaves no choice about them
     [P + G, P + num_sampled_tokens)         output ids that only the device has, or will have
+    [P, P + num_told_tokens)                output ids that are published
 
 A decoding row always has num_computed_tokens = P + num_sampled_tokens - 1: the last sampled id is
 not written yet.
@@ -19,6 +21,7 @@ not written yet.
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.cache.node import Node, Root
@@ -48,8 +51,8 @@ class Request:
 
     Attributes:
         slot: row of the device's state; meaningful while RUNNING.
-        prefill_end: ids that were known when the request was (re)admitted; the prompt's length at
-            first.
+        prefill_end: ids that were known when the request was (re)admitted, or when more became
+            known at once; the prompt's length at first.
         arrival_s: when the client submitted it. Times are seconds of the engine's clock; None:
             never got there.
         named_points: positions of the prompt that it wants resume points at.
@@ -63,8 +66,11 @@ class Request:
         num_copyable_tokens: computed by steps before the one that is planned.
         num_cached_tokens: prompt tokens that it need not compute, as of its first admission.
         num_scored_tokens: prompt tokens after the first whose log-probabilities are published.
-        guide: makes a mask for each token, where the device does not do without; it has gone along
-            with the first `num_guided_tokens` output ids.
+        guide: has gone along with the first `num_guided_tokens` output ids; makes a mask for each
+            token, where the device does not do without.
+        num_told_tokens: output ids that are published.
+        num_forced_tokens: output ids that became known without a step of their own.
+        foreseen_place: of the id in flight among the output ids, if it is known already; else -1.
     """
 
     request_id: str
@@ -97,6 +103,9 @@ class Request:
     grammar_path: GrammarPath | None = None
     guide: Guide | None = None
     num_guided_tokens: int = 0
+    num_told_tokens: int = 0
+    num_forced_tokens: int = 0
+    foreseen_place: int = -1
     admitted_s: float | None = None
     first_token_s: float | None = None
 
@@ -113,6 +122,7 @@ class Request:
             session=submitted.session,
             named_points=submitted.resume_points,
             guidance=submitted.guidance,
+            guide=None if submitted.guidance is None else submitted.guidance.grammar.start(),
         )
 
     @property
@@ -180,7 +190,34 @@ class Request:
     @property
     def waits_for_token(self) -> bool:
         """Whether its next token needs a mask, and that the last one be read first."""
-        return self.guide is not None and self.num_sampled_tokens > len(self.output_ids)
+        return self.grammar_path == "host" and self.num_sampled_tokens > len(self.output_ids)
+
+    def catch_up(self, guide: Guide) -> None:
+        """Let its guide go along with the output ids that it has not seen."""
+        for token_id in self.output_ids[self.num_guided_tokens :]:
+            guide.advance(token_id)
+        self.num_guided_tokens = len(self.output_ids)
+
+    def foretell(self, token_ids: Sequence[int]) -> None:
+        """Note output ids that are certain; what is in flight is the first of them."""
+        if token_ids and self.num_sampled_tokens > len(self.output_ids):
+            self.foreseen_place = len(self.output_ids)
+        self.output_ids += token_ids
+        self.num_sampled_tokens = max(self.num_sampled_tokens, len(self.output_ids))
+
+    def take(self, token_id: int) -> tuple[int, ...]:
+        """Take an id that was read, in order; return those to publish: with those that led to it.
+
+        Where it was known already, it is not asked what was sampled: that id, or the logits were no
+        numbers. What follows is computed from what is known.
+        """
+        start, place = self.num_told_tokens, self.foreseen_place
+        if place < 0:
+            place = len(self.output_ids)
+            self.output_ids.append(token_id)
+        self.foreseen_place = -1
+        self.num_told_tokens = place + 1
+        return tuple(self.output_ids[start : place + 1])
 
     def known_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Return the known ids at positions [start, end)."""
@@ -195,9 +232,10 @@ class Request:
         return RequestStats(
             num_prompt_tokens=len(self.prompt_ids),
             num_cached_tokens=self.num_cached_tokens,
-            num_output_tokens=len(self.output_ids),
+            num_output_tokens=self.num_told_tokens,
             queue_s=None if self.admitted_s is None else self.admitted_s - self.arrival_s,
             ttft_s=None if self.first_token_s is None else self.first_token_s - self.arrival_s,
             total_s=now_s - self.arrival_s,
             grammar_path=self.grammar_path,
+            num_forced_tokens=min(self.num_forced_tokens, self.num_told_tokens),
         )

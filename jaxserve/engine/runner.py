@@ -104,6 +104,23 @@ class Runner(RunnerSizes, Protocol):
         """
         ...
 
+    def set_grammar_state(self, slot: int, state: int) -> None:
+        """Set where a slot's next extend is in the image of its grammar when it samples."""
+        ...
+
+    def count_tokens(
+        self,
+        slot: int,
+        sampling: SamplingParams,
+        token_ids: Sequence[int],
+        output_ids: Sequence[int],
+    ) -> None:
+        """Note generated ids that an extend takes in; decodes do so of their own accord.
+
+        `output_ids` are all that the sequence has so far, these included.
+        """
+        ...
+
     def write_masks(self, masks: Sequence[tuple[int, npt.NDArray[np.uint32]]]) -> None:
         """Set the next token's mask of slots; bit b of word w is token 32·w + b."""
         ...

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from itertools import islice
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk, smallest_extend
-from jaxserve.engine.batch import Batch, StepResults
+from jaxserve.engine.batch import Batch, ForcedChunk, StepResults
+from jaxserve.engine.forced_runs import ForcedRuns
 from jaxserve.engine.pages import Pages
 from jaxserve.engine.prefixes import Found, Prefixes
 from jaxserve.engine.request import Request, RequestStatus
@@ -46,10 +47,12 @@ class Scheduler:
         prefill_stall_factor: float = 1.5,
         reuses_prefixes: bool = True,
         session_grace_s: float = 60.0,
+        forces_runs: bool = True,
     ) -> None:
         """Let prefill beside running streams take `prefill_stall_factor` decode steps' time.
 
         What a request with a session leaves in the prefix tree is kept for `session_grace_s`.
+        `forces_runs`: ids that a grammar leaves no choice about are taken in at once, if that pays.
 
         Raises:
             ConfigError: one sequence of max_model_len does not fit the pages.
@@ -62,6 +65,9 @@ class Scheduler:
             self.pages, reuses_prefixes=reuses_prefixes, session_grace_s=session_grace_s
         )
         self.times = StepTimes(sizes.extend_buckets)
+        self._forced_runs = (
+            ForcedRuns(sizes.extend_buckets, self.pages, self.times) if forces_runs else None
+        )
         self._num_slots = sizes.num_slots
         self._free_slots = list(range(sizes.num_slots - 1, -1, -1))
         self._waiting: deque[Request] = deque()
@@ -112,6 +118,8 @@ class Scheduler:
         if request.request_id in self._live:
             raise InvariantError(f"request id {request.request_id!r} is live already")
         self._live[request.request_id] = request
+        if self._forced_runs is not None:
+            self._forced_runs.begin(request)
         insort_right(self._waiting, request, key=_order)
         for other in self._running:
             self._prefixes.expect(request, other)
@@ -135,8 +143,13 @@ class Scheduler:
         if rows is None:
             return None
         for request in rows:
+            self.pages.cover(batch, request, request.num_computed_tokens + 1)
+        self._plan_prefill(batch, len(rows))
+        for request in self._plan_forced(batch, rows):
             self._plan_row(batch, request)
-        self._plan_prefill(batch)
+        if batch.chunks and batch.scored is None:
+            lengths = [len(chunk.token_ids) for chunk in batch.chunks]
+            batch.bucket = smallest_extend(self._buckets, lengths)
         if not (batch.decoded or batch.chunks):
             return None
         self._num_steps_in_flight += 1
@@ -148,10 +161,10 @@ class Scheduler:
         """Take what the oldest unsettled batch gave; append its events.
 
         A request that ended while the batch was in flight ran one step too far: its id is dropped
-        here. Returns how many were not.
+        here. Returns how many ids were published.
         """
         self._num_steps_in_flight -= 1
-        num_kept = 0
+        num_told = 0
         if batch.scored is not None:
             self._settle_scores(batch.scored, batch.chunks[0].start, results, events)
         logprobs: Sequence[TokenLogprobs | None]
@@ -161,21 +174,21 @@ class Scheduler:
         ):
             if request.status is RequestStatus.FINISHED:
                 continue
-            num_kept += 1
-            request.output_ids.append(token_id)
+            token_ids = request.take(token_id)
+            num_told += len(token_ids)
             num_cached = None
             if request.first_token_s is None:
                 request.first_token_s = now_s
                 num_cached = request.num_cached_tokens
             num_top = request.sampling.num_logprobs
             told = () if num_top is None or scored is None else (scored.cut(num_top),)
-            events.append(TokenOutput(request.request_id, (token_id,), told, num_cached))
+            events.append(TokenOutput(request.request_id, token_ids, told, num_cached))
             self._prefixes.keep(request)
-            if token_id in request.sampling.stop_token_ids:
+            if token_ids[-1] in request.sampling.stop_token_ids:
                 events.append(self._finish(request, "stop", now_s))
             elif len(request.output_ids) == request.sampling.max_tokens:
                 events.append(self._finish(request, "length", now_s))
-        return num_kept
+        return num_told
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
@@ -252,16 +265,32 @@ class Scheduler:
             self._preempt_latest(batch)
 
     def _plan_row(self, batch: Batch, request: Request) -> None:
+        """Plan a decode, for which it has the page."""
         position = request.num_computed_tokens
-        self.pages.cover(batch, request, position + 1)
         batch.decoded.append(request)
         batch.slots.append(request.slot)
         batch.positions.append(position)
         request.num_computed_tokens = position + 1
         request.num_sampled_tokens += 1
 
-    def _plan_prefill(self, batch: Batch) -> None:
-        """Fill one extend in order: running prefills, then the queue."""
+    def _plan_forced(self, batch: Batch, rows: list[Request]) -> list[Request]:
+        """Plan chunks of rows whose next ids are certain, where that pays; return the others."""
+        if self._forced_runs is None or batch.scored is not None:
+            return rows
+        for run in self._forced_runs.choose(batch, rows):
+            request = run.request
+            if self.pages.can_cover(request) < request.num_computed_tokens + run.num_tokens:
+                continue  # another one took the page
+            request.foretell(run.token_ids)
+            request.num_forced_tokens += run.num_saved
+            request.prefill_end = request.num_known_tokens
+            self._plan_chunk(batch, request, 1, run.num_tokens)
+            batch.forced.append(ForcedChunk(request, batch.chunks[-1].token_ids))
+        taken = {chunk.request.slot for chunk in batch.forced}
+        return [request for request in rows if request.slot not in taken]
+
+    def _plan_prefill(self, batch: Batch, num_rows: int) -> None:
+        """Fill one extend in order, beside so many rows: running prefills, then the queue."""
         prefilling = [request for request in self._running if request.is_prefilling]
         found = None if prefilling else self._find_for_head()
         num_left = sum(request.prefill_end - request.num_computed_tokens for request in prefilling)
@@ -271,7 +300,7 @@ class Scheduler:
         if not num_left:
             return
         num_unstarted = len(prefilling) + len(self._waiting)
-        bucket = self._prefill_bucket(len(batch.decoded), num_unstarted)
+        bucket = self._prefill_bucket(num_rows, num_unstarted)
         bucket = self.times.quickest_for(num_left, bucket)
         num_blocks = bucket.tokens // bucket.block
         for request in prefilling:
@@ -291,9 +320,6 @@ class Scheduler:
             request = self._admit(batch, found)
             num_blocks -= self._plan_chunk(batch, request, num_blocks, bucket.block)
             found = self._find_for_head() if num_blocks else None
-        if batch.chunks:
-            lengths = [len(chunk.token_ids) for chunk in batch.chunks]
-            batch.bucket = smallest_extend(self._buckets, lengths)
 
     def _prefill_bucket(self, num_rows: int, num_unstarted: int) -> ExtendBucket:
         """Choose how much to prefill in one step beside so many running streams.
@@ -362,7 +388,7 @@ class Scheduler:
         self._prefixes.take(batch, request, found)
         if request.admitted_s is None:
             request.admitted_s = batch.now_s
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
             if looks_up:
                 batch.num_looked_up += request.num_prompt_tokens
                 batch.num_cached += request.num_cached_tokens

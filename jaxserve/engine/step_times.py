@@ -45,6 +45,11 @@ class StepTimes:
         wanted = (num_rows - 1).bit_length()
         return median(self._decode[min(self._decode, key=lambda key: abs(key - wanted))])
 
+    def extend_s(self, bucket: ExtendBucket) -> float | None:
+        """Estimate an extend of this bucket; None where nothing is known of one so small."""
+        bucket_s = next(bucket_s for each, bucket_s in self._estimates() if each == bucket)
+        return bucket_s if bucket_s < math.inf else None
+
     def largest_within(self, limit_s: float) -> ExtendBucket:
         """Choose the largest bucket estimated to fit the limit; the smallest where none does."""
         if next(self._choices) % _RETRY_EVERY == 0:

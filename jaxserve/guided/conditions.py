@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Literal as OneOf
 
 from jaxserve.errors import SchemaError
-from jaxserve.guided.numbers import Bound
+from jaxserve.guided.number_ranges import Bound
 from jaxserve.guided.strings import Length
 
 TypeName = OneOf["null", "boolean", "number", "string", "array", "object"]

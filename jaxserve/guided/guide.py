@@ -1,5 +1,7 @@
 """One sequence's way through a grammar, on the host, a token at a time: `Guide`s of types.py."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,10 +12,19 @@ from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
 class TablesGuide:
     """Goes through tables; its states are theirs."""
 
-    def __init__(self, tables: TokenTables, distance_S: NDArray[np.int64] | None = None) -> None:
-        """`distance_S` has the tokens to an end, the end id included."""
+    def __init__(
+        self,
+        tables: TokenTables,
+        distance_S: NDArray[np.int64] | None = None,
+        forced_id_S: NDArray[np.int32] | None = None,
+    ) -> None:
+        """`distance_S` has the tokens to an end, the end id included.
+
+        `forced_id_S` has the only id of each state's mask, -1 where that has others.
+        """
         self._tables = tables
         self._distance_S = distance_S
+        self._forced_id_S = forced_id_S
         self._state = START_STATE
 
     @property
@@ -39,7 +50,19 @@ class TablesGuide:
         packed = np.packbits(in_time_C[self._tables.class_of_V], bitorder="little")
         in_time = np.zeros_like(words)
         in_time.view(np.uint8)[: len(packed)] = packed
-        return in_time
+        return in_time & words
+
+    def forced_ids(self, limit: int) -> Sequence[int]:
+        """Return the first of the ids that must follow, at most so many."""
+        ids: list[int] = []
+        state = self._state
+        while self._forced_id_S is not None and state != DEAD_STATE and len(ids) < limit:
+            token_id = int(self._forced_id_S[state])
+            if token_id < 0:
+                break
+            ids.append(token_id)
+            state = self._tables.advance(state, token_id)
+        return ids
 
     def advance(self, token_id: int) -> None:
         """Go on behind a token; one that is not allowed ends the text."""
@@ -69,6 +92,10 @@ class MatcherGuide:
         if not self._has_ended:
             self._matcher.fill_mask(words)
         return words
+
+    def forced_ids(self, limit: int) -> Sequence[int]:
+        """Return the first of the ids that must follow, at most so many."""
+        return () if self._has_ended else self._matcher.forced_ids()[:limit]
 
     def advance(self, token_id: int) -> None:
         """Go on behind a token; one that is not allowed ends the text."""

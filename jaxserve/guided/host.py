@@ -146,6 +146,11 @@ class HostMatcher:
         self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
         own &= self._tokenizer.text_W
 
+    def forced_ids(self) -> list[int]:
+        """Return ids that must follow: each of them is all that the mask of its place allows."""
+        ids: list[int] = self._matcher.compute_ff_tokens()
+        return ids
+
     def advance(self, token_id: int) -> bool:
         """Add a token; False where it is not allowed, and then nothing changes."""
         return bool(self._matcher.try_consume_tokens([token_id]) == 1)

@@ -12,9 +12,10 @@ from jaxserve.guided.cases import Cases
 from jaxserve.guided.conditions import HasFormat, Matches, refusal
 from jaxserve.guided.endings import Endings, nothing_fits
 from jaxserve.guided.formats import expression_of
-from jaxserve.guided.json_automaton import unique_values
+from jaxserve.guided.json_lists import unique_values
 from jaxserve.guided.json_text import scalar_text
-from jaxserve.guided.numbers import ANY_NUMBER, NumberRange, numbers
+from jaxserve.guided.number_ranges import ANY_NUMBER, NumberRange
+from jaxserve.guided.numbers import numbers
 from jaxserve.guided.regex import plain_syntax
 from jaxserve.guided.shapes import ANY, Array, Fixed, Key, Number, Object, Shape, Text, Texts
 from jaxserve.guided.strings import ANY_LENGTH, Length

@@ -17,7 +17,8 @@ from jaxserve.guided.composing import literals
 from jaxserve.guided.conditions import Atom, Literal, TypeName, refusal
 from jaxserve.guided.formats import format_texts
 from jaxserve.guided.json_text import scalar_text
-from jaxserve.guided.numbers import ANY_NUMBER, NumberRange, number_texts, numbers
+from jaxserve.guided.number_ranges import ANY_NUMBER, NumberRange, number_texts
+from jaxserve.guided.numbers import numbers
 from jaxserve.guided.shapes import (
     Array,
     Counted,

@@ -1,21 +1,16 @@
 """JSON numbers within bounds, as automata over their digits.
 
-Where anything is asked of a number's value it is written without an exponent. Values are exact
-decimals: 0.30 is a multiple of 0.1, and 1.0 is an integer, though an `integer` is written without a
-fraction.
+Where anything is asked of a number's value it is written without an exponent.
 """
 
-from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import lru_cache
 from typing import NamedTuple
 
 from jaxserve.errors import SchemaError
 from jaxserve.guided.automaton import AutomatonTooLargeError, Dfa, explore, minimize
+from jaxserve.guided.number_ranges import ANY_INTEGER, ANY_NUMBER, NumberRange, ratio
 from jaxserve.guided.regex import engine_full_match
-
-MAX_DIGITS = 400
-"""Of a bound or factor, before and behind the point."""
 
 MAX_FRACTION_DIGITS = 15
 """Of a number with a fraction, before and behind the point: a double tells all of them apart."""
@@ -24,72 +19,6 @@ MAX_REMAINDERS = 10_000
 MAX_STATES = 20_000
 
 _ALPHABET = b"-.0123456789"
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A limit, and whether it is itself within."""
-
-    value: Decimal
-    inclusive: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NumberRange:
-    """What is asked of a number.
-
-    Attributes:
-        integer: True: only integers; False: only others; None: both.
-        multiples, not_multiples: it is a multiple of each, of none.
-        excluded: values that it does not have.
-    """
-
-    integer: bool | None = None
-    least: Bound | None = None
-    most: Bound | None = None
-    multiples: frozenset[Decimal] = frozenset()
-    not_multiples: frozenset[Decimal] = frozenset()
-    excluded: frozenset[Decimal] = frozenset()
-
-    def at_least(self, bound: Bound) -> "NumberRange":
-        """Return this with a lower bound, which may change nothing."""
-        if self.least is not None and (
-            (bound.value, not bound.inclusive) <= (self.least.value, not self.least.inclusive)
-        ):
-            return self
-        return replace(self, least=bound)
-
-    def at_most(self, bound: Bound) -> "NumberRange":
-        """Return this with an upper bound, which may change nothing."""
-        if self.most is not None and (
-            (bound.value, bound.inclusive) >= (self.most.value, self.most.inclusive)
-        ):
-            return self
-        return replace(self, most=bound)
-
-    def __contains__(self, value: Decimal) -> bool:
-        whole = value == value.to_integral_value()
-        return bool(
-            (self.integer is None or self.integer == whole)
-            and (self.least is None or _above(value, self.least))
-            and (self.most is None or _above(value.copy_negate(), _negated(self.most)))
-            and all(_is_multiple(value, factor) for factor in self.multiples)
-            and not any(_is_multiple(value, factor) for factor in self.not_multiples)
-            and value not in self.excluded
-        )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the bounds leave nothing; False does not promise that something is left."""
-        if self.least is None or self.most is None:
-            return False
-        if self.least.value == self.most.value:
-            return self.least.value not in self
-        return self.least.value > self.most.value
-
-
-ANY_NUMBER = NumberRange()
-ANY_INTEGER = NumberRange(integer=True)
 
 
 @lru_cache(maxsize=256)
@@ -110,51 +39,6 @@ def numbers(wanted: NumberRange) -> Dfa:
         raise SchemaError(
             "the number's bounds and factors together are too complex", code="schema_too_complex"
         ) from None
-
-
-def number_texts(value: Decimal) -> frozenset[bytes]:
-    """Return how one value is written: as an integer where it is one, and as it was given.
-
-    Raises:
-        SchemaError: it has too many digits.
-    """
-    _ratio(value)
-    given = str(value)
-    texts = {given if "E" not in given and "." in given else _plain(value)}
-    if value == value.to_integral_value():
-        texts.add(_plain(value.to_integral_value()))
-    return frozenset(text.encode() for text in texts)
-
-
-def _plain(value: Decimal) -> str:
-    """Return a number without an exponent; "-0" is 0."""
-    if value == 0:
-        return "0"
-    return f"{value:f}"
-
-
-def _above(value: Decimal, bound: Bound) -> bool:
-    return value > bound.value or (bound.inclusive and value == bound.value)
-
-
-def _negated(bound: Bound) -> Bound:
-    return Bound(bound.value.copy_negate(), bound.inclusive)
-
-
-def _ratio(value: Decimal) -> tuple[int, int]:
-    """Return a number as digits and how many of them stand behind the point."""
-    sign, digits, exponent = value.as_tuple()
-    if not isinstance(exponent, int) or abs(exponent) + len(digits) > 2 * MAX_DIGITS:
-        raise SchemaError(f"a number has more than {MAX_DIGITS} digits", code="schema_too_complex")
-    whole = int("".join(map(str, digits)) or "0") * 10 ** max(exponent, 0)
-    return (-whole if sign else whole), max(-exponent, 0)
-
-
-def _is_multiple(value: Decimal, factor: Decimal) -> bool:
-    (a, a_places), (b, b_places) = _ratio(value), _ratio(factor)
-    places = max(a_places, b_places)
-    remainder: int = a * 10 ** (places - a_places) % (b * 10 ** (places - b_places))
-    return remainder == 0
 
 
 class _State(NamedTuple):
@@ -178,7 +62,7 @@ class _Limit:
     """A magnitude that the number's own is compared with, digit by digit."""
 
     def __init__(self, value: Decimal) -> None:
-        digits, places = _ratio(value.copy_abs())
+        digits, places = ratio(value.copy_abs())
         text = str(digits).rjust(places + 1, "0")
         self.whole = text[: len(text) - places].encode()
         self.fraction = text[len(text) - places :].encode().rstrip(b"0")
@@ -221,7 +105,7 @@ class _Reader:
         self._values = [bound.value for bound in self._bounds] + excluded
         self._limits = [_Limit(value) for value in self._values]
         self._factors = [*sorted(wanted.multiples), *sorted(wanted.not_multiples)]
-        self._scaled = [_ratio(factor) for factor in self._factors]
+        self._scaled = [ratio(factor) for factor in self._factors]
         if any(whole > MAX_REMAINDERS for whole, _ in self._scaled):
             raise SchemaError(
                 f"a factor of multipleOf has more than {MAX_REMAINDERS} remainders",

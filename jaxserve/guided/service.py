@@ -8,8 +8,6 @@ is not tried again and again.
 import asyncio
 import hashlib
 import logging
-import pickle
-import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -17,10 +15,11 @@ from pathlib import Path
 
 from jaxserve.errors import EngineError, SchemaError
 from jaxserve.guided.compiling import COMPILER_VERSION
+from jaxserve.guided.process import Worker
 from jaxserve.guided.store import GrammarStore
 from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from jaxserve.guided.worker import HEAD_BYTES, Answer, Job, Setup, frame, frame_length
+from jaxserve.guided.worker import Job, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +27,6 @@ DEFAULT_CPU_S = 2.0
 DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_CACHE_BYTES = 256 << 20
 MAX_FAILURES = 1_000
-WALL_FACTOR = 10
-"""Wall time that a job may take, in units of its CPU time: a busy machine is no schema's fault."""
-
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
 
 JSON_OBJECT = GrammarSpec(kind="json_object")
 
@@ -53,7 +48,7 @@ class GrammarCompiler:
         folder = cache_dir or Path(self._own_folder.name if self._own_folder else "")
         self._vocabulary = vocabulary
         self._store = GrammarStore(folder)
-        self._worker = _Worker(Setup(vocabulary, folder, cpu_s, memory_bytes))
+        self._worker = Worker(Setup(vocabulary, folder, cpu_s, memory_bytes))
         self._cache = _Cache(cache_bytes)
         self._failures: OrderedDict[str, SchemaError] = OrderedDict()
         self._under_way: dict[str, asyncio.Task[Grammar]] = {}
@@ -155,86 +150,6 @@ class _Cache:
         while self._bytes > self._max_bytes and len(self._grammars) > 1:
             _, dropped = self._grammars.popitem(last=False)
             self._bytes -= _num_bytes(dropped)
-
-
-class _Worker:
-    """The process, one job at a time; started when needed, and again after a job that ended it."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._turn = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
-        self._first: bytes | None = None
-
-    async def run(self, job: Job) -> Answer:
-        """Return how a job went.
-
-        Raises:
-            SchemaError: the job failed, or took too much time or memory.
-        """
-        async with self._turn:
-            process = self._process
-            if process is None or process.returncode is not None:
-                process = await self._start()
-            try:
-                answer = await self._exchange(process, job)
-            except BaseException:
-                # Cancelled: an answer would come to whoever asks next.
-                await self.stop()
-                raise
-        if answer is None:
-            raise SchemaError(
-                f"the grammar takes more than {self._setup.cpu_s:g} s or"
-                f" {self._setup.memory_bytes} bytes to compile",
-                code="schema_too_complex",
-            )
-        if answer.failure is not None:
-            fields = dict(answer.failure)
-            raise SchemaError(fields.pop("message") or "", **fields)
-        return answer
-
-    async def stop(self) -> None:
-        """End the process, if there is one."""
-        process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
-            await process.wait()
-
-    async def _exchange(self, process: asyncio.subprocess.Process, job: Job) -> Answer | None:
-        """Send a job and return its answer; None where the process ended over it."""
-        try:
-            async with asyncio.timeout(self._setup.cpu_s * WALL_FACTOR):
-                return await _ask(process, frame(job))
-        except (TimeoutError, EOFError, OSError):
-            await self.stop()
-            return None
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            _PROGRAM.format(path=sys.path),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        self._process = process
-        if self._first is None:
-            # Megabytes of tokens: not on the loop, and not twice.
-            self._first = await asyncio.to_thread(frame, self._setup)
-        await _ask(process, self._first)
-        return process
-
-
-async def _ask(process: asyncio.subprocess.Process, message: bytes) -> Answer:
-    """Send a message and return the answer (EOFError, OSError: the process ended)."""
-    if process.stdin is None or process.stdout is None:
-        raise EOFError
-    process.stdin.write(message)
-    await process.stdin.drain()
-    head = await process.stdout.readexactly(HEAD_BYTES)
-    data = await process.stdout.readexactly(frame_length(head))
-    answer: Answer = pickle.loads(data)
-    return answer
 
 
 def _num_bytes(grammar: Grammar) -> int:

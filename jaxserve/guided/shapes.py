@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from jaxserve.guided.automaton import AutomatonTooLargeError, Dfa
 from jaxserve.guided.conditions import HasFormat, Literal, Matches
-from jaxserve.guided.numbers import NumberRange
+from jaxserve.guided.number_ranges import NumberRange
 from jaxserve.guided.strings import ANY_LENGTH, Length, quoted
 
 Key: TypeAlias = frozenset[Literal]

@@ -97,11 +97,10 @@ class TokenTables:
         allowed: NDArray[np.bool_] = self.next_SC[state, self.class_of_V] >= 0
         return allowed
 
-    def forced_bytes(self, state: int) -> bytes:
-        """Return the bytes that must follow, up to where a choice or an end comes."""
+    def forced_bytes(self, state: int, max_bytes: int) -> bytes:
+        """Return the first bytes that must follow, up to where a choice or an end comes."""
         forced = bytearray()
-        # A grammar without an end could force for ever.
-        while (byte := int(self.forced_byte_S[state])) >= 0 and len(forced) <= len(self.next_SC):
+        while len(forced) < max_bytes and (byte := int(self.forced_byte_S[state])) >= 0:
             forced.append(byte)
             state = int(self.forced_next_S[state])
         return bytes(forced)

@@ -75,6 +75,11 @@ class GrammarVocabulary:
         """How many ids there are: V."""
         return len(self.token_bytes)
 
+    def is_text(self, token_id: int) -> bool:
+        """Say whether an id stands for text."""
+        is_known = 0 <= token_id < self.size and token_id not in self.marks
+        return is_known and bool(self.token_bytes[token_id])
+
     @cached_property
     def digest(self) -> str:
         """Name the vocabulary: equal for equal ones, whatever the process."""

@@ -165,4 +165,6 @@ class AnswerWriter:
             num_cached=usage.cached_tokens,
             num_prompt=num_prompt,
             num_predicted=usage.completion_tokens,
+            num_forced=self.generation.num_forced_tokens,
+            grammar_path=self.generation.grammar_path,
         )

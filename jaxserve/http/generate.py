@@ -53,7 +53,11 @@ async def generate(
     """
     request_id = logs.request_id.get()
     check_scores(prompts, options, kind)
-    grammar = None if options.grammar is None else await prepare(model.grammars, options.grammar)
+    grammar = None
+    if options.grammar is not None:
+        grammar = await prepare(
+            model.grammars, options.grammar, stop_token_ids=options.stop_token_ids
+        )
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
         id_lists, options, model, kind, request_id=request_id, session=session_of(options, http)

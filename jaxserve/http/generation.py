@@ -19,6 +19,7 @@ from jaxserve.types import (
     TERMINAL_EVENTS,
     EndedBy,
     GenerationRequest,
+    GrammarPath,
     OutputEvent,
     PromptOutput,
     RequestFailed,
@@ -179,6 +180,17 @@ class Generation:
     def has_started(self) -> bool:
         """Whether any sequence that has ended was begun."""
         return any(stats is not None and stats.queue_s is not None for stats in self._stats)
+
+    @property
+    def num_forced_tokens(self) -> int:
+        """Ids of sequences that have ended which a grammar left no choice about."""
+        return sum(stats.num_forced_tokens for stats in self._stats if stats is not None)
+
+    @property
+    def grammar_path(self) -> GrammarPath | None:
+        """What kept the sequences to their grammar: the host, where it was any one's."""
+        paths = {stats.grammar_path for stats in self._stats if stats is not None}
+        return "host" if "host" in paths else "device" if "device" in paths else None
 
     def times_s(self) -> tuple[float, float, float]:
         """Tell when the first sequence started, the first token came, and the last sequence ended.

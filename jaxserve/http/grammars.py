@@ -5,7 +5,7 @@ Event loop only; the work is done elsewhere, by the compiler or a worker thread.
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Lock
@@ -17,6 +17,7 @@ from jaxserve.device.arena import distances, pack
 from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
 from jaxserve.guided import tables as guided
 from jaxserve.guided.checking import TextChecker, describe_bytes
+from jaxserve.guided.forced import canonical
 from jaxserve.guided.guide import MatcherGuide, TablesGuide
 from jaxserve.guided.host import HostMatcher, HostTokenizer
 from jaxserve.guided.vocabulary import GrammarVocabulary
@@ -50,29 +51,40 @@ class Grammars:
         compiler: Compiler,
         vocabulary: GrammarVocabulary,
         *,
+        encode: Callable[[str], Sequence[int]],
         vocab_size: int,
         arena_rows: int,
     ) -> None:
-        """`vocab_size` is the model's; the device has `arena_rows` for grammars."""
+        """`vocab_size` is the model's; the device has `arena_rows` for grammars.
+
+        `encode` gives a text's ids without a BOS.
+        """
         self._compiler = compiler
         self._vocabulary = vocabulary
+        self._encode = encode
         self._vocab_size = vocab_size
         self._arena_rows = arena_rows
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._host_tokenizer: HostTokenizer | None = None
         self._host_lock = Lock()
 
-    async def prepare(self, spec: guided.GrammarSpec) -> Grammar:
+    async def prepare(
+        self, spec: guided.GrammarSpec, *, stop_token_ids: Collection[int] = ()
+    ) -> Grammar:
         """Compile a grammar, or find it.
+
+        What is text of the grammar and would stop the request is never the only token allowed,
+        unless the grammar has no other there.
 
         Raises:
             SchemaError: it can't be enforced.
         """
-        key = spec.digest
+        stops = sorted(filter(self._vocabulary.is_text, stop_token_ids))
+        key = f"{spec.digest}{stops}" if stops else spec.digest
         grammar = self._kept.get(key)
         if grammar is None:
             compiled = await self._compiler.compile(spec)
-            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled)
+            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled, stops)
         self._kept[key] = grammar
         self._kept.move_to_end(key)
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > _MAX_KEPT_BYTES:
@@ -111,16 +123,17 @@ class Grammars:
             report["texts"] = await anyio.to_thread.run_sync(_judge, spec, compiled, texts)
         return report
 
-    def _lay_out(self, key: str, compiled: guided.Grammar) -> Grammar:
+    def _lay_out(self, key: str, compiled: guided.Grammar, stops: Sequence[int]) -> Grammar:
         if isinstance(compiled, guided.HostGrammar):
             matcher = HostMatcher(self._tokenizer_of_host(), compiled)
             num_words = -(-max(self._vocab_size, self._vocabulary.size) // 32)
             return Grammar(start=lambda: MatcherGuide(matcher.copy(), num_words=num_words))
-        distance_S = distances(compiled)
+        tables, forced_id_S = canonical(compiled, self._encode, never=stops)
+        distance_S = distances(tables)
         # One row of the arena is the header's, one the end ids'.
         return Grammar(
-            start=lambda: TablesGuide(compiled, distance_S),
-            image=pack(compiled, key, self._vocab_size, self._arena_rows - 2),
+            start=lambda: TablesGuide(tables, distance_S, forced_id_S),
+            image=pack(tables, key, self._vocab_size, self._arena_rows - 2),
             min_tokens=int(distance_S[guided.START_STATE]),
         )
 
@@ -149,15 +162,18 @@ def _judge(
     return verdicts
 
 
-async def prepare(grammars: Grammars | None, request: GrammarRequest) -> Grammar:
-    """Compile what a request asks for; errors name the field.
+async def prepare(
+    grammars: Grammars | None, request: GrammarRequest, *, stop_token_ids: Collection[int] = ()
+) -> Grammar:
+    """Compile what a request asks for, that may stop at some ids; errors name the field.
 
     Raises:
         SchemaError: it can't be enforced.
         UnsupportedFieldError: this server has no grammars.
     """
     with _naming(request):
-        return await _of_model(grammars, request).prepare(request.spec)
+        grammars = _of_model(grammars, request)
+        return await grammars.prepare(request.spec, stop_token_ids=stop_token_ids)
 
 
 async def check(

@@ -39,12 +39,12 @@ _PROBE_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedParams:
-    """A checkpoint in memory.
+    """A checkpoint's weights, in memory or as shapes.
 
     Attributes:
         int4_uses: what is int4.
         unused: names of text tensors that nothing reads, sorted.
-        num_bytes: size of the weights as loaded.
+        num_bytes: size of all weights in these forms.
         int4_bytes: of them those of int4 leaves.
     """
 
@@ -53,6 +53,78 @@ class LoadedParams:
     unused: tuple[str, ...]
     num_bytes: int
     int4_bytes: int
+
+
+class CheckpointParams:
+    """The weights of a folder in the forms that were chosen for them: to be loaded, or as shapes.
+
+    Opening it reads headers, and of checkpoints whose int4 is not packed some rows; what does not
+    fit the config raises ModelLoadError. Matrices are of `dtype` or int4.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        dtype: DTypeLike,
+        *,
+        linears: Int4 = "never",
+        ple_table: Int4 = "never",
+    ) -> None:
+        self._checkpoint, self._config, self._dtype = Checkpoint(folder), config, dtype
+        self._specs = param_specs(config)
+        self._checkpoint.check(self._specs)
+        self._uses = _choose_int4(self._checkpoint, self._specs, linears, ple_table)
+        self._is_int4 = {
+            spec.path: _stays_int4(self._checkpoint, spec, self._uses) for spec in self._specs
+        }
+        self._size = {
+            spec.path: spec.num_bytes(dtype, is_int4=self._is_int4[spec.path])
+            for spec in self._specs
+        }
+
+    def load(self, progress: Callable[[int, int], None]) -> LoadedParams:
+        """Load them; `progress` is called after each leaf with the bytes done and the total."""
+        total, done = sum(self._size.values()), 0
+
+        def make(spec: ParamSpec) -> Any:
+            nonlocal done
+            leaf = self._leaf(spec)
+            done += self._size[spec.path]
+            progress(done, total)
+            return leaf
+
+        return self._params(make)
+
+    def describe(self) -> LoadedParams:
+        """Return them with jax.ShapeDtypeStruct for arrays."""
+        return self._params(
+            lambda spec: spec.abstract(self._dtype, is_int4=self._is_int4[spec.path])
+        )
+
+    def _leaf(self, spec: ParamSpec) -> Any:
+        with self._checkpoint.open(spec.sources) as stored:
+            if not self._is_int4[spec.path]:
+                return _dense(spec, self._dtype, stored)
+            if spec.use == "linear":
+                return _int4_matrix(self._checkpoint, spec, stored)
+            return _int4_table(spec, stored)
+
+    def _params(self, make: Callable[[ParamSpec], Any]) -> LoadedParams:
+        size = self._size
+        params = build_params(sorted(self._specs, key=lambda spec: -size[spec.path]), make)
+        unused = self._checkpoint.unused(self._specs, self._config)
+        if unused:
+            logger.warning(
+                "%d unused tensors in the checkpoint, such as %s", len(unused), unused[0]
+            )
+        return LoadedParams(
+            params=params,
+            int4_uses=self._uses,
+            unused=unused,
+            num_bytes=sum(size.values()),
+            int4_bytes=sum(size[path] for path, is_packed in self._is_int4.items() if is_packed),
+        )
 
 
 def load_params(
@@ -64,42 +136,9 @@ def load_params(
     linears: Int4 = "never",
     ple_table: Int4 = "never",
 ) -> LoadedParams:
-    """Load the folder's weights, matrices in `dtype` or int4; what does not fit: ModelLoadError.
-
-    `progress` is called after each leaf with the bytes done and the total.
-    """
-    checkpoint = Checkpoint(folder)
-    specs = param_specs(config)
-    checkpoint.check(specs)
-    uses = _choose_int4(checkpoint, specs, linears, ple_table)
-    is_int4 = {spec.path: _stays_int4(checkpoint, spec, uses) for spec in specs}
-    size = {spec.path: spec.num_bytes(dtype, is_int4=is_int4[spec.path]) for spec in specs}
-    total, done = sum(size.values()), 0
-
-    def make(spec: ParamSpec) -> Any:
-        nonlocal done
-        with checkpoint.open(spec.sources) as stored:
-            if not is_int4[spec.path]:
-                leaf: Any = _dense(spec, dtype, stored)
-            elif spec.use == "linear":
-                leaf = _int4_matrix(checkpoint, spec, stored)
-            else:
-                leaf = _int4_table(spec, stored)
-        done += size[spec.path]
-        progress(done, total)
-        return leaf
-
-    params = build_params(sorted(specs, key=lambda spec: -size[spec.path]), make)
-    unused = checkpoint.unused(specs, config)
-    if unused:
-        logger.warning("%d unused tensors in the checkpoint, such as %s", len(unused), unused[0])
-    return LoadedParams(
-        params=params,
-        int4_uses=uses,
-        unused=unused,
-        num_bytes=total,
-        int4_bytes=sum(size[path] for path, is_packed in is_int4.items() if is_packed),
-    )
+    """Load the folder's weights, as CheckpointParams does."""
+    source = CheckpointParams(folder, config, dtype, linears=linears, ple_table=ple_table)
+    return source.load(progress)
 
 
 def _choose_int4(

@@ -199,7 +199,9 @@ def _page_lines() -> Iterator[str]:
     yield "(`prompt_logprobs`, or a completion's `echo` with `logprobs`): tokens times (likeliest +"
     yield "1), in a completion times `n`."
     yield ""
-    yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md)."
+    yield "Both completions' answers have `timings` beside `usage`: [caching.md](caching.md). Its"
+    yield '`grammar_path` is what kept the answers to their grammar, `"device"` or `"host"`; null:'
+    yield "they had none."
     for end in _ENDPOINTS:
         yield ""
         yield f"## `{end.method.upper()} {end.path}`"

@@ -32,6 +32,8 @@ class Timings:
         prompt_s: from there until the first of its tokens.
         predicted_s: from there until the last.
         num_prompt: prompt tokens that had to be computed, each prompt's once.
+        num_forced: of the predicted tokens, those that took no step, for a grammar left no choice.
+        grammar_path: what kept the answers to their grammar, "device" or "host"; None: nothing.
     """
 
     queue_s: float
@@ -40,14 +42,18 @@ class Timings:
     num_cached: int
     num_prompt: int
     num_predicted: int
+    num_forced: int = 0
+    grammar_path: str | None = None
 
     def to_wire(self) -> dict[str, object]:
-        """Give the `timings` of llama.cpp's server, and the time in the queue."""
+        """Give the `timings` of llama.cpp's server, the time in the queue, and a grammar's part."""
         return {
             "queue_ms": round(self.queue_s * 1e3, 3),
             "cache_n": self.num_cached,
             **_timing("prompt", self.num_prompt, self.prompt_s),
             **_timing("predicted", self.num_predicted, self.predicted_s),
+            "forced_n": self.num_forced,
+            "grammar_path": self.grammar_path,
         }
 
 

@@ -1,6 +1,8 @@
 """One tiny server for all tests that need no more, and what others start their own with."""
 
+import os
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,18 +13,18 @@ import httpx
 import pytest
 
 from tests.checkpoints import make_checkpoint
-from tests.e2e.server import COMMAND, ServerProcess
+from tests.compiling import FLAGS
+from tests.e2e.server import COMMAND, ROOT, ServerProcess
 
 MODEL = "tiny"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What servers of one session share: a checkpoint, its flags and the compiled programs."""
+    """What servers of one session share: a checkpoint, and flags with the compiled programs."""
 
     checkpoint: Path
     flags: tuple[str, ...]
-    compile_cache: Path
     torch_trap: Path
 
 
@@ -40,16 +42,14 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
         "import pathlib\npathlib.Path(__file__).with_name('found').touch()"
     )
     flags = [
-        *("--model", str(checkpoint), "--served-model-name", MODEL, "--dtype", "float32"),
+        *("--model", str(checkpoint), "--dtype", "float32"),
         *("--max-batch", "8", "--max-model-len", "2048", "--kv-cache-bytes", str(1 << 24)),
-        *("--compile-cache", str(folder / "compiled")),
     ]
-    return Setup(
-        checkpoint=checkpoint,
-        flags=tuple(flags),
-        compile_cache=folder / "compiled",
-        torch_trap=trap,
-    )
+    programs = str(folder / "programs")
+    compile_programs = [*COMMAND, "compile", "--target", "cpu", "--out", programs, *flags]
+    subprocess.run(compile_programs, cwd=ROOT, env=os.environ | fast_compiles(), check=True)
+    served = ("--served-model-name", MODEL, "--compile-cache", "", "--programs", programs)
+    return Setup(checkpoint=checkpoint, flags=(*flags, *served), torch_trap=trap)
 
 
 @pytest.fixture
@@ -102,8 +102,8 @@ def server(starting: Starting) -> ServerProcess:
 
 
 def fast_compiles() -> dict[str, str]:
-    """Let XLA optimize nothing: these tests would wait for it, and are not about speed."""
-    return {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    """Return the environment of a server that compiles fast."""
+    return {"XLA_FLAGS": FLAGS}
 
 
 # Clients: none may look for anything but this machine while it is tested.

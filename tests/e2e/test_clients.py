@@ -50,7 +50,6 @@ def greedy_text(server: ServerProcess) -> str:
 
 @pytest.fixture
 def closed(
-    server: ServerProcess,  # whose programs it finds compiled
     setup: Setup,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[ServerProcess]:

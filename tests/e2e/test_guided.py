@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -147,6 +148,44 @@ def test_each_kind_of_grammar(http: httpx.Client) -> None:
         for choice in choices_of(http, CHAT, {**body, "n": 4, "max_tokens": 100}):
             if choice["finish_reason"] == "stop":
                 json.loads(text_of(choice))
+
+
+def test_forced_text_and_the_path_are_told_in_timings(
+    http: httpx.Client, server: ServerProcess
+) -> None:
+    before = server.metric("jaxserve_guided_forced_tokens_total")
+    body: Body = {"prompt": "go", "max_tokens": 60, "temperature": 1, "seed": 3, "n": 2}
+    answers = [
+        http.post(COMPLETIONS, json={**body, **grammar}).json()
+        for grammar in (
+            {"guided_choice": ["only this, word for word"]},
+            {"guided_json": PERSON},
+            {},
+        )
+    ]
+    paths = [answer["timings"]["grammar_path"] for answer in answers]
+    assert paths == ["device", "device", None]
+    told = [answer["timings"]["forced_n"] for answer in answers]
+    assert told[0] == answers[0]["usage"]["completion_tokens"] - 2  # all but both end ids
+    assert (told[1] > 0, told[2]) == (True, 0)
+    assert server.metric("jaxserve_guided_forced_tokens_total") - before == sum(told)
+    # What stops within forced text stops there, and counts no further.
+    [cut] = choices_of(http, COMPLETIONS, {"guided_choice": ["one two three"], "stop": ["two"]})
+    assert (text_of(cut), cut["finish_reason"]) == ("one ", "stop")
+    first = http.post("/tokenize", json={"prompt": "one two three"}).json()["tokens"][1]
+    [whole] = choices_of(
+        http, COMPLETIONS, {"guided_choice": ["one two three"], "stop_token_ids": [first]}
+    )
+    assert text_of(whole) == "one two three"
+
+
+def test_the_compiler_starts_without_a_fork(http: httpx.Client, server: ServerProcess) -> None:
+    unheard = str(uuid.uuid4())  # kept by no earlier server
+    [choice] = choices_of(http, COMPLETIONS, {"guided_choice": [unheard], "max_tokens": 60})
+    assert text_of(choice) == unheard
+    assert "compiled a grammar: choice" in server.log
+    assert "RuntimeWarning" not in server.log
+    assert "cannot compile a grammar to be warmed" not in server.log
 
 
 def test_grammars_that_need_a_stack(http: httpx.Client) -> None:

@@ -16,7 +16,7 @@ from tests.e2e.wire import Connection, Reply, post
 
 pytestmark = pytest.mark.timeout(600)
 
-NUM_GENERATED = 20_000
+NUM_GENERATED = 8_000
 NUM_WORKERS = 16
 ERROR_CODES = {
     400: {

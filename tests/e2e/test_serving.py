@@ -1,6 +1,7 @@
 """A served tiny model, by the `openai` client over a socket."""
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -58,6 +59,12 @@ def test_health_is_red_until_the_model_is_ready(starting: Starting) -> None:
     starting.server.wait_ready()
 
     assert starting.server.get("/health").json()["phase"] == "ready"
+
+
+def test_a_start_from_compiled_programs_compiles_none(server: ServerProcess) -> None:
+    assert re.search(r"\d+ programs from the bundle, 0 compiled", server.log)
+    phases = ["fetching", "loading weights", "loading programs", "compiling", "warming up"]
+    assert re.search("ready after.*" + r".* \d+\.\d s.*".join(phases), server.log)
 
 
 def test_the_memory_table_is_logged(server: ServerProcess) -> None:

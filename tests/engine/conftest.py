@@ -20,14 +20,14 @@ def e2b(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def tiny_models(e2b: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
-    """Models by kind, made when first asked for; all but e2b have two programs, compiled fast."""
+    """Models by kind, made when first asked for; all but e2b have two programs."""
     models: dict[Kind, TinyModel] = {"e2b": e2b}
     few = replace(PLAN, row_buckets=(8,), extend_buckets=PLAN.extend_buckets[1:])
 
     def get(kind: Kind) -> TinyModel:
         if kind not in models:
             folder = tmp_path_factory.mktemp(kind)
-            models[kind] = make_tiny_model(folder, kind, plan=few, optimize=False)
+            models[kind] = make_tiny_model(folder, kind, plan=few)
         return models[kind]
 
     return get

@@ -26,10 +26,10 @@ pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Layers that share a cache and layers that own one, two programs, compiled fast."""
+    """Layers that share a cache and layers that own one, two programs."""
     few = replace(PLAN, row_buckets=(8,), extend_buckets=PLAN.extend_buckets[1:])
     folder = tmp_path_factory.mktemp("int8")
-    return make_tiny_model(folder, "e2b", plan=replace(few, kv_dtype="int8"), optimize=False)
+    return make_tiny_model(folder, "e2b", plan=replace(few, kv_dtype="int8"))
 
 
 def test_sequences_of_many_lengths_follow_an_oracle_that_rounds_alike(model: TinyModel) -> None:

@@ -1,6 +1,7 @@
 """Tiny random models on real runners, for tests of what only the device's side can get wrong."""
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import numpy as np
 from jax.stages import Compiled
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
-from jaxserve.device.compiler import compile_all
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.runner import ModelRunner, Program, lowerings
 from jaxserve.engine.core import EngineCore
@@ -33,6 +33,7 @@ from jaxserve.types import (
 )
 from tests import oracle
 from tests.checkpoints import Array, Kind, Tensors, config_json, named_tensors, write_json_files
+from tests.compiling import OPTIONS
 
 # Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
 PLAN = DevicePlan(
@@ -79,19 +80,15 @@ class TinyModel:
         assert (steps_NV.max(-1) - chosen_N).max() < CLOSE
 
 
-def make_tiny_model(
-    folder: Path, kind: Kind, *, plan: DevicePlan = PLAN, optimize: bool = True
-) -> TinyModel:
-    """Compile all programs of a plan for random float32 weights; twice as fast unoptimized."""
+def make_tiny_model(folder: Path, kind: Kind, *, plan: DevicePlan = PLAN) -> TinyModel:
+    """Compile all programs of a plan for random float32 weights."""
     write_json_files(folder, config_json(kind))
     config = load_config(folder)
     params = random_params(config, jnp.float32, seed=3)
     lower = lowerings(plan, config, params)
-    if optimize:
-        compiled = compile_all(lower, lambda done, total: None)
-    else:
-        options: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-        compiled = {program: make().compile(options) for program, make in lower.items()}
+    with ThreadPoolExecutor() as pool:
+        made = pool.map(lambda make: make().compile(OPTIONS), lower.values())
+        compiled = dict(zip(lower, made, strict=True))
     return TinyModel(
         config=config,
         params=params,
@@ -184,8 +181,10 @@ class Sizes:
 class TinyEngine:
     """The real loop, scheduler and runner, driven pass by pass in the test's own thread."""
 
-    def __init__(self, runner: Runner, sizes: Sizes | None = None) -> None:
-        self.scheduler = Scheduler(sizes or Sizes())
+    def __init__(
+        self, runner: Runner, sizes: Sizes | None = None, *, forces_runs: bool = True
+    ) -> None:
+        self.scheduler = Scheduler(sizes or Sizes(), forces_runs=forces_runs)
         self.inbox = Inbox()
         self.metrics = Metrics()
         self.events: list[OutputEvent] = []
@@ -261,9 +260,11 @@ class TinyEngine:
         return int(float(value.split()[-1]))
 
 
-def run_alone(runner: Runner, request: GenerationRequest) -> tuple[int, ...]:
+def run_alone(
+    runner: Runner, request: GenerationRequest, *, forces_runs: bool = True
+) -> tuple[int, ...]:
     """Return what a request gets that has the engine to itself."""
-    engine = TinyEngine(runner)
+    engine = TinyEngine(runner, forces_runs=forces_runs)
     engine.submit(request)
     engine.step()
     engine.run_until_idle()

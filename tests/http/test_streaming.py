@@ -32,6 +32,8 @@ def timings(num_prompt: int, num_predicted: int) -> str:
             "predicted_ms": 1.0,
             "predicted_per_token_ms": round(1 / num_predicted, 3),
             "predicted_per_second": num_predicted * 1e3,
+            "forced_n": 0,
+            "grammar_path": None,
         },
         separators=(",", ":"),
     )

@@ -107,6 +107,27 @@ def test_a_demo_model_that_is_on_the_volume_is_not_fetched(
     assert processes.commands == []
 
 
+@pytest.mark.usefixtures("served")  # for an empty volume
+def test_what_is_compiled_ahead_is_of_a_model_that_is_there(
+    processes: FakeProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[ServeConfig, str, Path]] = []
+
+    def compile_ahead(config: ServeConfig, target: str, out: Path, cache_dir: Path) -> int:
+        compiled.append((config, target, out))
+        return 0
+
+    monkeypatch.setattr("jaxserve.compile_command.run", compile_ahead)
+    command = ["compile", "--target", "cpu", "--out", "/data/programs"]
+
+    assert container.main([*command, "--model", "/models/x"]) == 0
+    assert compiled == [(ServeConfig(model="/models/x"), "cpu", Path("/data/programs"))]
+    assert processes.commands == []
+
+    assert container.main(command) == 0
+    assert [command[0] for command in processes.commands] == ["pip", "jaxserve"]
+
+
 @pytest.mark.parametrize(("module", "code"), [("pip", 2), ("jaxserve", 3)])
 def test_a_fetch_that_fails_ends_the_start(
     served: list[ServeConfig], processes: FakeProcesses, module: str, code: int

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import make_checkpoint
+from tests.compiling import FLAGS
 from tests.image.context import ROOT, make_context, wheels
 from tests.image.dockerfile import Stage, read_stages
 from tests.image.sandbox import (
@@ -59,7 +60,7 @@ class Image:
             self.sandbox,
             [*(self.stage.command or []), *flags],
             folder / "log",
-            environment={"XLA_FLAGS": "--xla_backend_optimization_level=0"},
+            environment={"XLA_FLAGS": FLAGS},
             binds={"/models/tiny": (self.model, "ro"), **self._volumes(folder)},
         )
 

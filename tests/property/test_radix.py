@@ -327,7 +327,7 @@ def run(num_examples: int) -> None:
 
 
 def test_the_tree_is_a_dict_of_prefixes() -> None:
-    run(60)
+    run(20)
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ class Planned:
     session: str | None
     resume_points: tuple[int, ...]
     repeats: bool
+    forced: dict[int, int] | None
 
     def prompt_ids(self, number: int) -> tuple[int, ...]:
         """Begin with what all requests begin with; the rest is this one's alone, or is repeated."""
@@ -48,6 +49,15 @@ class Planned:
             (i if i < self.num_shared else 13 * own + i) % FAKE_VOCAB_SIZE
             for i in range(self.num_prompt)
         )
+
+
+@st.composite
+def forced_ids(draw: st.DrawFn) -> dict[int, int]:
+    """Force runs of an answer's ids, which may be end ids too."""
+    forced: dict[int, int] = {}
+    for start, length in draw(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9)))):
+        forced |= {start + i: (7 * start + 3 * i) % FAKE_VOCAB_SIZE for i in range(length)}
+    return forced
 
 
 @st.composite
@@ -70,6 +80,7 @@ def planned_requests(draw: st.DrawFn) -> Planned:
         session=draw(st.none() | st.sampled_from(["x", "y"])),
         resume_points=tuple(draw(st.lists(st.integers(0, num_prompt + 1), max_size=3))),
         repeats=draw(st.booleans()),
+        forced=draw(st.none() | forced_ids()),
     )
 
 
@@ -95,6 +106,7 @@ def run(engine: SteppedEngine, plan: list[Planned]) -> None:
                     cache_salt=planned.cache_salt,
                     session=planned.session,
                     resume_points=planned.resume_points,
+                    forced=planned.forced,
                 )
             if planned.abort_step == step:
                 is_any = True
@@ -135,6 +147,7 @@ class Case:
     reuses_prefixes: bool
     num_slots: int
     num_buckets: int
+    decode_s: float
 
 
 CASES = st.builds(
@@ -146,6 +159,8 @@ CASES = st.builds(
     reuses_prefixes=st.sampled_from([True, True, True, False]),
     num_slots=st.integers(2, 5),
     num_buckets=st.integers(1, 3),
+    # An extend takes 8 ms: in slow decodes all runs pay, in quick ones none do.
+    decode_s=st.sampled_from([0.001, 0.010, 0.100]),
 )
 
 
@@ -161,6 +176,7 @@ def check(case: Case) -> None:
             num_slots=case.num_slots,
             max_model_len=MAX_MODEL_LEN,
             extend_buckets=FAKE_BUCKETS[: case.num_buckets],
+            decode_s=case.decode_s,
         ),
         reuses_prefixes=case.reuses_prefixes,
     )
@@ -169,6 +185,10 @@ def check(case: Case) -> None:
     event(
         "preempted" if engine.runner.calls.count("open_slot") > len(case.plan) else "not preempted"
     )
+    num_forced = sum(
+        end.stats.num_forced_tokens for end in engine.events if isinstance(end, RequestFinished)
+    )
+    event("forced" if num_forced else "not forced")
     engine.scheduler.check_idle()
     assert engine.runner.max_unread <= 4
     for number, planned in enumerate(case.plan):
@@ -180,7 +200,8 @@ def check(case: Case) -> None:
             max_tokens=planned.max_tokens, seed=number, stop_token_ids=planned.stop_token_ids
         )
         prompt_ids = planned.prompt_ids(number)
-        alone, num_targets = fake_generate(prompt_ids, sampling), len(prompt_ids) - 1
+        alone = fake_generate(prompt_ids, sampling, planned.forced)
+        num_targets = len(prompt_ids) - 1
         assert_told(engine, request_id, planned, prompt_ids)
         if end.reason == "abort":
             assert planned.abort_step is not None

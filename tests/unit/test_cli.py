@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import jaxserve
-from jaxserve import cli
+from jaxserve import app, cli
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ConfigError, ModelLoadError
 
@@ -50,11 +50,13 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "weights": "int4",
         "ple_dtype": "bf16",
         "kv_dtype": "int8",
+        "attention": "xla",
         "max_model_len": 100,
         "max_batch": 3,
         "kv_cache_bytes": 1 << 40,
         "tokens_per_resume_point": 100,
         "grammar_bytes": 1 << 20,
+        "no_forced_runs": True,
         "grammar_compile_s": 1.25,
         "grammar_compile_bytes": 1 << 29,
         "warm_schemas": "warm.json",
@@ -66,6 +68,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "no_turn_memory": True,
         "drop_from_system": ("^x:.*$", "b"),
         "compile_cache": "",
+        "programs": "folder",
         "drain_s": 0.5,
         "heartbeat_s": 0.0,
         "api_key": ("one", "two"),
@@ -129,6 +132,32 @@ def test_a_value_out_of_range_is_told_before_jax_is_imported() -> None:
 
     assert (result.returncode, result.stdout) == (2, "False\n")
     assert result.stderr == "jaxserve: --max-batch 0 is less than the least, 1\n"
+
+
+def test_compile_takes_the_flags_that_shape_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[ServeConfig, str, Path]] = []
+
+    def run(config: ServeConfig, target: str, out: Path, cache_dir: Path) -> int:
+        asked.append((config, target, out))
+        return 7
+
+    monkeypatch.setattr("jaxserve.compile_command.run", run)
+    monkeypatch.setattr("jaxserve.logs.configure", lambda level: None)
+    command = ["compile", "--target", "cpu", "--out", "programs", "--model", "org/name"]
+
+    assert cli.main([*command, "--max-batch", "3", "--kv-cache-bytes", "2K"]) == 7
+    config = ServeConfig(model="org/name", max_batch=3, kv_cache_bytes=2000)
+    assert asked == [(config, "cpu", Path("programs"))]
+
+    assert cli.main([*command, "--max-batch", "0"]) == 2
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--port", "1"])
+    assert len(asked) == 1
+
+
+def test_programs_of_a_folder_that_is_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--programs /nowhere: there is no such folder"):
+        app.serve(ServeConfig(programs="/nowhere", port=0), Path("cache"))
 
 
 def test_fetch_prints_the_folder(

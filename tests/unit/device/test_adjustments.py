@@ -14,6 +14,7 @@ from jaxserve.device.adjustments import (
     Adjustments,
     adjust,
     count_tokens,
+    counting_pieces,
     make_adjustments,
     padding_piece,
     table_pieces,
@@ -351,6 +352,25 @@ def test_counting_from_step_to_step_equals_tables_made_anew(seed: int) -> None:
     for slot in range(NUM_SLOTS + 1):
         for array, expected in zip(device.table_of(slot), anew.table_of(slot), strict=True):
             np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ids_that_are_counted_together_equal_a_table_made_anew(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    one = random_sequence(rng)
+    sampling = replace(one.sampling, frequency_penalty=1.0, bad_words=((5, 6),))
+    more = random_ids(rng, 12, below=40)
+    tables, anew = make_adjustments(NUM_SLOTS, VOCAB), make_adjustments(NUM_SLOTS, VOCAB)
+    output_ids = (*one.output_ids, *more)
+    for piece in (
+        *table_pieces(2, sampling, one.prompt_ids, one.output_ids),
+        *counting_pieces(2, sampling, more, output_ids),
+    ):
+        tables = _write(tables, piece)
+    for piece in table_pieces(2, sampling, one.prompt_ids, output_ids):
+        anew = _write(anew, piece)
+    jax.tree.map(np.testing.assert_array_equal, tables, anew)
+    assert counting_pieces(2, PLAIN, more, output_ids) == []
 
 
 @pytest.mark.parametrize("seed", range(4))

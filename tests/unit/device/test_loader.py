@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jaxserve.device.loader import LoadOptions, load_model
+from jaxserve.device.choices import LoadOptions
+from jaxserve.device.loader import load_model
 from jaxserve.errors import ConfigError
 from tests.checkpoints import config_json, write_json_files
 

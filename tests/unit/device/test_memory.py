@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.device.loader import DEVICE_FRACTION
+from jaxserve.device.choices import DEVICE_FRACTION
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
 from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.device.state import state_num_bytes

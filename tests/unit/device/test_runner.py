@@ -13,7 +13,14 @@ from jaxserve.device.buckets import DecodeBucket, ExtendBucket, ExtendChunk
 from jaxserve.device.logprobs import ID, RESULT_SIZE
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.programs import ExtendShape, unpack_extend
-from jaxserve.device.runner import ModelRunner, Program, StepProgram, step_programs
+from jaxserve.device.runner import (
+    ModelRunner,
+    Program,
+    StepProgram,
+    empty_cache,
+    empty_state,
+    step_programs,
+)
 from jaxserve.device.state import Column
 from jaxserve.errors import InvariantError
 from jaxserve.models.config import LayerConfig, ModelConfig, RopeConfig
@@ -77,6 +84,7 @@ class Recorder:
 
     def runner(self) -> ModelRunner:
         programs: dict[Program, Any] = {s: self._program(s) for s in step_programs(PLAN)}
+        programs["allocate"] = lambda: (empty_cache(PLAN, CONFIG), empty_state(PLAN, CONFIG))
         programs["write_table"] = self._write_table
         programs["write_arena"] = lambda state, piece: state
         programs["copy_pages"] = self._copy_pages

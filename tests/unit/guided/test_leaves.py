@@ -13,14 +13,14 @@ from jaxserve.errors import SchemaError
 from jaxserve.guided import regex
 from jaxserve.guided.formats import ENFORCED, REFUSED, format_texts
 from jaxserve.guided.json_text import scalar_text
-from jaxserve.guided.numbers import (
+from jaxserve.guided.number_ranges import (
     ANY_INTEGER,
     ANY_NUMBER,
     Bound,
     NumberRange,
     number_texts,
-    numbers,
 )
+from jaxserve.guided.numbers import numbers
 from jaxserve.guided.strings import Length, any_string, quoted
 
 GOOD_STRINGS = [

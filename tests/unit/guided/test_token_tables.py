@@ -8,14 +8,11 @@ import pytest
 from jaxserve.errors import SchemaError
 from jaxserve.guided import regex
 from jaxserve.guided.automaton import Dfa
-from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.composing import literals
-from jaxserve.guided.forced import forced_tokens
-from jaxserve.guided.json_automaton import any_value
-from jaxserve.guided.tables import GrammarSpec, TokenTables
+from jaxserve.guided.json_values import any_value
 from jaxserve.guided.token_tables import token_tables
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from tests.grammars import CONTROL_ID, END_ID, spelled, tiny_vocabulary, unpacked
+from tests.grammars import CONTROL_ID, END_ID, tiny_vocabulary, unpacked
 
 VOCABULARY = tiny_vocabulary()
 
@@ -89,41 +86,3 @@ def test_masks_are_shared_and_arrays_read_only() -> None:
     assert tables.masks_DW.shape[1] == -(-VOCABULARY.size // 32)
     with pytest.raises(ValueError, match="read-only"):
         tables.next_SC[0, 0] = 1
-
-
-def encode(text: str) -> list[int]:
-    """Tokenize by taking the longest token each time."""
-    ids, rest = [], text.encode()
-    while rest:
-        fitting = [x for x, piece in enumerate(VOCABULARY.token_bytes) if piece]
-        best = max(
-            (x for x in fitting if rest.startswith(VOCABULARY.token_bytes[x])),
-            key=lambda x: len(VOCABULARY.token_bytes[x]),
-        )
-        ids.append(best)
-        rest = rest[len(VOCABULARY.token_bytes[best]) :]
-    return ids
-
-
-def compiled(kind: str, source: str) -> TokenTables:
-    tables = compile_grammar(GrammarSpec(kind=kind, source=source, compact=True), VOCABULARY)  # type: ignore[arg-type]
-    assert isinstance(tables, TokenTables)
-    return tables
-
-
-def test_forced_text_is_drafted_less_its_last_token() -> None:
-    schema = '{"properties": {"name": {"type": "boolean"}}, "required": ["name"], "type": "object"}'
-    tables = compiled("json_schema", schema)
-
-    assert tables.forced_bytes(0) == b'{"name":'
-    assert spelled(VOCABULARY, forced_tokens(tables, 0, encode)) == '{"name'
-    after = 0
-    for token_id in encode('{"name":'):
-        after = tables.advance(after, token_id)
-    assert forced_tokens(tables, after, encode) == ()
-
-
-def test_forced_text_up_to_the_end_is_drafted_whole() -> None:
-    assert spelled(VOCABULARY, forced_tokens(compiled("choice", '["the null"]'), 0, encode)) == (
-        "the null"
-    )

@@ -1,6 +1,7 @@
 """Loading of checkpoints whose weights stay int4, and what is computed with them."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxserve.kernels.int4_matrix import Int4Matrix, unpack
 from jaxserve.models.int4_table import Int4Table, take_rows
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import abstract_params
-from jaxserve.models.weights import Int4, LoadedParams, load_params
+from jaxserve.models.weights import CheckpointParams, Int4, LoadedParams
 from tests.checkpoints import DATA, Array, make_checkpoint
 
 W4A16 = DATA / "checkpoints" / "gemma4-e2b-w4a16"
@@ -23,14 +24,14 @@ Q4_0 = DATA / "checkpoints" / "gemma4-e2b-q4_0"
 
 
 def load(folder: Path, linears: Int4 = "never", ple_table: Int4 = "never") -> LoadedParams:
-    return load_params(
-        folder,
-        load_config(folder),
-        jnp.bfloat16,
-        progress=lambda done, total: None,
-        linears=linears,
-        ple_table=ple_table,
-    )
+    """Load a checkpoint; what it is said to be before must be what it is."""
+    config = load_config(folder)
+    source = CheckpointParams(folder, config, jnp.bfloat16, linears=linears, ple_table=ple_table)
+    loaded, described = source.load(lambda done, total: None), source.describe()
+    shapes = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), (loaded.params, described.params))
+    assert shapes[0] == shapes[1]
+    assert replace(loaded, params=described.params) == described
+    return loaded
 
 
 def dense(leaf: Any) -> Array:

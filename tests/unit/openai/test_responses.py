@@ -46,7 +46,14 @@ def test_usage() -> None:
 
 def test_timings() -> None:
     timings = Timings(
-        queue_s=0.0105, prompt_s=0.5, predicted_s=2.0, num_cached=7, num_prompt=100, num_predicted=8
+        queue_s=0.0105,
+        prompt_s=0.5,
+        predicted_s=2.0,
+        num_cached=7,
+        num_prompt=100,
+        num_predicted=8,
+        num_forced=3,
+        grammar_path="device",
     )
     assert timings.to_wire() == {
         "queue_ms": 10.5,
@@ -59,6 +66,8 @@ def test_timings() -> None:
         "predicted_ms": 2000.0,
         "predicted_per_token_ms": 250.0,
         "predicted_per_second": 4.0,
+        "forced_n": 3,
+        "grammar_path": "device",
     }
 
 

@@ -1,0 +1,128 @@
+"""The worker process as the server sees it: started, asked one job at a time, ended.
+
+It is started without a fork of the server's own, whose threads a fork would break: the standard
+library's Popen does so, and what waits for it is a thread.
+"""
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from typing import IO
+
+from jaxserve.errors import SchemaError
+from jaxserve.guided.worker import HEAD_BYTES, Answer, Job, Setup, frame, frame_length
+
+WALL_FACTOR = 10
+"""Wall time that a job may take, in units of its CPU time: a busy machine is no schema's fault."""
+
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
+
+
+class Worker:
+    """The process, one job at a time; started when needed, and again after a job that ended it."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._turn = asyncio.Lock()
+        self._process: _Process | None = None
+        self._first: bytes | None = None
+
+    async def run(self, job: Job) -> Answer:
+        """Return how a job went.
+
+        Raises:
+            SchemaError: the job failed, or took too much time or memory.
+        """
+        async with self._turn:
+            try:
+                if self._process is None or not self._process.is_running:
+                    await self._start()
+                answer = await self._exchange(job)
+            except BaseException:
+                # Cancelled: an answer would come to whoever asks next.
+                await self.stop()
+                raise
+        if answer is None:
+            raise SchemaError(
+                f"the grammar takes more than {self._setup.cpu_s:g} s or"
+                f" {self._setup.memory_bytes} bytes to compile",
+                code="schema_too_complex",
+            )
+        if answer.failure is not None:
+            fields = dict(answer.failure)
+            raise SchemaError(fields.pop("message") or "", **fields)
+        return answer
+
+    async def stop(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(process.end)
+
+    async def _exchange(self, job: Job) -> Answer | None:
+        """Send a job and return its answer; None where the process ended over it."""
+        process = self._process
+        if process is None:
+            return None
+        try:
+            async with asyncio.timeout(self._setup.cpu_s * WALL_FACTOR):
+                return await asyncio.to_thread(process.ask, frame(job))
+        except (TimeoutError, EOFError, OSError):
+            await self.stop()
+            return None
+
+    async def _start(self) -> None:
+        await self.stop()
+        if self._first is None:
+            # Megabytes of tokens: not on the loop, and not twice.
+            self._first = await asyncio.to_thread(frame, self._setup)
+        self._process = _Process()
+        await asyncio.to_thread(self._process.ask, self._first)
+
+
+class _Process:
+    """A running worker; its methods wait, and are for threads of their own."""
+
+    def __init__(self) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(path=sys.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._is_asked = threading.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        return self._popen.poll() is None
+
+    def ask(self, message: bytes) -> Answer:
+        """Send a message and return the answer (EOFError, OSError: the process ended)."""
+        jobs, answers = self._popen.stdin, self._popen.stdout
+        if jobs is None or answers is None:
+            raise EOFError
+        with self._is_asked:
+            jobs.write(message)
+            jobs.flush()
+            head = _read(answers, HEAD_BYTES)
+            answer: Answer = pickle.loads(_read(answers, frame_length(head)))
+            return answer
+
+    def end(self) -> None:
+        """Kill it, which ends a question that waits for its answer."""
+        self._popen.kill()
+        with self._is_asked:
+            self._popen.wait()
+            for pipe in (self._popen.stdin, self._popen.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+
+
+def _read(pipe: IO[bytes], num_bytes: int) -> bytes:
+    data = pipe.read(num_bytes)
+    if len(data) < num_bytes:
+        raise EOFError
+    return data

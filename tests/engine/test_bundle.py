@@ -1,0 +1,149 @@
+"""A start from programs that were compiled ahead compiles nothing and gives the same tokens."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve.device import loader
+from jaxserve.device.bundle import Bundle
+from jaxserve.device.choices import Choices, LoadOptions
+from jaxserve.device.loader import LoadedModel, compile_bundle, load_model
+from jaxserve.device.memory import PoolSizes
+from jaxserve.device.runner import Program, name_of
+from jaxserve.device.targets import Target, find_target
+from jaxserve.models.registry import load_config
+from tests import oracle
+from tests.checkpoints import make_checkpoint, read_tensors
+from tests.engine.tiny import CLOSE, Sizes, TinyEngine, prompt_of, request_of
+
+pytestmark = [
+    pytest.mark.timeout(300),  # the first test waits for the compiler
+    pytest.mark.usefixtures("compile_fast"),
+]
+
+OPTIONS = LoadOptions(
+    dtype="float32",
+    weights="auto",
+    ple_dtype="auto",
+    kv_dtype="auto",
+    max_model_len=64,
+    max_batch=1,
+    kv_cache_bytes=1 << 20,
+    tokens_per_resume_point=64,
+)
+PROMPT = prompt_of(20)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("bundle") / "model", "dense")
+
+
+@pytest.fixture(scope="module")
+def bundle(checkpoint: Path, compile_fast: None) -> Path:
+    folder = checkpoint.parent / "bundle"
+    count, _ = compile_bundle(checkpoint, OPTIONS, find_target(), folder, ignore)
+    assert count == len(list(folder.glob("*.program"))) == 7
+    return folder
+
+
+def ignore(phase: str, done: int, total: int) -> None:
+    pass
+
+
+def kv_addresses(loaded: LoadedModel) -> list[int]:
+    return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(loaded.runner._cache)]
+
+
+def assert_greedy(checkpoint: Path, loaded: LoadedModel) -> None:
+    """Check some output by the oracle."""
+    sizes = Sizes(**{field.name: getattr(loaded.runner, field.name) for field in fields(Sizes)})
+    engine = TinyEngine(loaded.runner, sizes)
+    engine.submit(request_of("a", PROMPT, 8))
+    engine.step()
+    engine.run_until_idle()
+    ids = engine.tokens_of("a")
+    assert len(ids) == 8
+    steps = oracle.logits(read_tensors(checkpoint), load_config(checkpoint), [*PROMPT, *ids[:-1]])[
+        len(PROMPT) - 1 :
+    ]
+    assert all(step.max() - step[i] < CLOSE for step, i in zip(steps, ids, strict=True))
+
+
+def test_a_start_from_a_bundle_compiles_nothing(
+    checkpoint: Path,
+    bundle: Path,
+    num_compiles: Callable[[], int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    jax.clear_caches()  # of what this process has compiled itself
+    before = num_compiles()
+    with caplog.at_level(logging.INFO, logger="jaxserve"):
+        loaded = load_model(checkpoint, OPTIONS, ignore, bundle)
+        addresses = kv_addresses(loaded)
+        assert_greedy(checkpoint, loaded)
+    assert num_compiles() == before
+    assert kv_addresses(loaded) == addresses  # updated in place
+    assert "7 programs from the bundle, 0 compiled" in caplog.text
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+
+
+def test_only_a_damaged_program_is_compiled(
+    checkpoint: Path,
+    bundle: Path,
+    tmp_path: Path,
+    num_compiles: Callable[[], int],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundle, folder)
+    damaged = folder / "write_table.program"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    jax.clear_caches()  # of what this process has compiled itself
+    before = num_compiles()
+    loaded = load_model(checkpoint, OPTIONS, ignore, folder)
+    assert num_compiles() == before + 1
+    assert "write_table is damaged; it is compiled anew" in caplog.text
+    assert_greedy(checkpoint, loaded)
+
+
+def test_a_bundle_of_other_flags_is_not_used(
+    checkpoint: Path,
+    bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Compiling(Exception):
+        pass
+
+    def compile_all(lower: dict[Program, object], progress: object) -> None:
+        assert {name_of(program) for program in lower} == {
+            file.stem for file in bundle.glob("*.program")
+        }
+        raise Compiling
+
+    monkeypatch.setattr(loader, "compile_all", compile_all)
+    with pytest.raises(Compiling):
+        load_model(checkpoint, replace(OPTIONS, grammar_bytes=1), ignore, bundle)
+    assert "--grammar-bytes is '1', the bundle's is '0'" in caplog.text
+
+
+def test_a_bundle_whose_pools_do_not_fit_is_not_used(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = Target(device=find_target().device, memory_bytes=1 << 30)
+    choices = Choices.make(checkpoint, OPTIONS, target)
+    loaded = choices.open().describe()
+    large = PoolSizes(kv_bytes=2 << 30, temp_bytes=0)
+    plan, budget, bundle = loader._make_plan(
+        choices, loaded, Bundle(folder=tmp_path, sizes=large, digests={})
+    )
+    assert bundle is None
+    assert budget.kv_bytes == OPTIONS.kv_cache_bytes
+    assert (plan, budget) == choices.make_plan(loaded)
+    assert "not used, all programs are compiled anew: weights, programs and KV" in caplog.text
