@@ -17,6 +17,7 @@ PROGRAM_FLAGS = (
     "weights",
     "ple_dtype",
     "kv_dtype",
+    "attention",
     "max_model_len",
     "max_batch",
     "kv_cache_bytes",
@@ -84,6 +85,12 @@ class ServeConfig:
         " for each token and head; auto: --dtype, which rounds nothing more",
         "auto",
         choices=("auto", "bf16", "int8"),
+    )
+    attention: str = flag(
+        "pallas: a TPU kernel that reads keys and values in place; xla: plain JAX, which gathers"
+        " them first; auto: pallas on a TPU, else xla",
+        "auto",
+        choices=("auto", "pallas", "xla"),
     )
     max_model_len: int | None = flag(
         "most tokens of prompt and output together; default: the model's own, or what fits",

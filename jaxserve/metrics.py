@@ -8,7 +8,7 @@ Any thread.
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 
 _LATENCY_BUCKETS_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -22,6 +22,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
+        self._info = Info(
+            "jaxserve", "What was chosen at start-up, by its flags.", registry=self._registry
+        )
         self._http = self._counter(
             "http_requests", "HTTP requests by endpoint and status.", "endpoint", "status"
         )
@@ -115,6 +118,10 @@ class Metrics:
         self._kv_usage = self._gauge(
             "kv_cache_usage_perc", "Share of the KV pages in use, of the kind in shorter supply."
         )
+
+    def set_info(self, **labels: str) -> None:
+        """Tell what was chosen at start-up."""
+        self._info.info(labels)
 
     def observe_http(self, endpoint: str, status: int) -> None:
         """Count an answered HTTP request."""

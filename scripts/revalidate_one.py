@@ -131,6 +131,7 @@ def plan_of(case: Case, config: ModelConfig, *, is_accelerator: bool) -> DeviceP
         max_batch=max(case.resident, SLOTS if case.program == "extend" else 1),
         max_model_len=case.context,
         is_accelerator=is_accelerator,
+        attention="pallas" if is_accelerator else "xla",
     )
 
 

@@ -35,11 +35,15 @@ class Instruction(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A Pallas kernel at its operands' shapes; `num_bytes` is what its call says that it moves."""
+    """A Pallas kernel at its operands' shapes; `num_bytes` is what its call says that it moves.
+
+    `dtypes` are as HLO has them, such as "bf16" and "s32".
+    """
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
     num_bytes: int
+    dtypes: tuple[str, ...] = ()
 
 
 class Cost(NamedTuple):
@@ -73,11 +77,12 @@ def kernel_of(step: Instruction) -> Kernel | None:
     moved = re.search(r'"bytes_accessed":"(\d+)"', step.rest)
     if name is None or operands is None or moved is None:
         raise ValueError(f"a kernel without a name, operands or a cost: {step.rest[:400]}")
-    shapes = re.findall(r"\w+\[([\d,]*)\]", operands[1])
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", operands[1])
     return Kernel(
         name[1],
-        tuple(tuple(int(dim) for dim in dims.split(",") if dim) for dims in shapes),
+        tuple(tuple(int(dim) for dim in dims.split(",") if dim) for _, dims in arrays),
         int(moved[1]),
+        tuple(dtype for dtype, _ in arrays),
     )
 
 
@@ -147,6 +152,8 @@ class Hlo:
             return any(array.elements in pools for array in step.results)
 
         def is_in_place(step: Instruction) -> bool:
+            if step.opcode == "custom-call" and "output_to_operand_aliasing=" in step.rest:
+                return True
             inner = self.computations[step.called[0]] if step.opcode == "fusion" else [step]
             return all(i.opcode in IN_PLACE for i in inner if is_pool(i))
 

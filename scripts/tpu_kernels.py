@@ -25,7 +25,11 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve.kernels import int4_kernels
+from jaxserve.kernels.attention_layer import AttentionLayer
+from jaxserve.kernels.decode_attention import decode_attention
+from jaxserve.kernels.extend_attention import extend_attention
 from jaxserve.kernels.int4_matrix import Int4Matrix
+from jaxserve.kernels.page_reader import chunk_pages
 from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
 
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
@@ -36,64 +40,110 @@ MAX_BLOCK_MOVE = 64
 """Bundles, at most, that start or await the transfer of a step's blocks."""
 
 
-def lower_int4(name: str, shapes: Shapes, chip: SingleDeviceSharding) -> jax.stages.Lowered:
+def lower_int4(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered:
     """Lower a product with int4 weights for operands of these shapes, as the kernel takes them."""
 
     def array(shape: tuple[int, ...], dtype: object) -> Any:  # stands for an array
         return jax.ShapeDtypeStruct(shape, dtype, sharding=chip)
 
+    name, shapes = kernel.name, kernel.shapes
     words, steps = (shapes[2], shapes[3]) if name in NORMED else (shapes[1], shapes[2])
     weight = Int4Matrix(
         words_WO=array(words, jnp.int32),
         steps_GO=array(steps, jnp.bfloat16),
         shape=(words[1], words[0] * 8),
     )
-    kernel: Any = int4_kernels.matmul_kernel
+    function: Any = int4_kernels.matmul_kernel
     operands = [array(shapes[0], jnp.bfloat16)]
     if name in NORMED:
-        kernel = partial(NORMED[name], eps=EPS)
+        function = partial(NORMED[name], eps=EPS)
         operands = [array(shapes[0], jnp.float32), array(shapes[1][1:], jnp.float32)]
     elif name == "int4_added_matmul":
-        kernel = partial(int4_kernels.added_kernel, eps=EPS)
+        function = partial(int4_kernels.added_kernel, eps=EPS)
         operands += [array(shapes[3], jnp.float32), array(shapes[4][1:], jnp.float32)]
-    traced = jax.jit(kernel).trace(weight, *operands)
+    traced = jax.jit(function).trace(weight, *operands)
     lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
     return lowered
 
 
+def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered:
+    """Lower an attention kernel for operands of these shapes; its name has its parameters."""
+    table, _, _, qkv, norms, cos, sin, *pages = (
+        jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=chip)
+        for shape, dtype in zip(kernel.shapes, kernel.dtypes, strict=True)
+    )
+    row = jax.ShapeDtypeStruct(table.shape[:1], jnp.int32, sharding=chip)
+    kind, _, how, heads, kv_heads, window, flags = kernel.name.split("_")
+    layer = AttentionLayer(
+        num_heads=int(heads),
+        num_kv_heads=int(kv_heads),
+        head_dim=2 * cos.shape[1],
+        eps=EPS,
+        scale=1.0,
+        window=int(window) or None,
+        has_v=flags[0] == "t",
+        norms_v=flags[1] == "t",
+        dtype=jnp.bfloat16,
+    )
+    writes = how == "writes"
+    if kind == "decode":
+        function: Any = partial(decode_attention, layer=layer, writes=writes)
+    else:
+        norms = jax.ShapeDtypeStruct(norms.shape[1:], norms.dtype, sharding=chip)
+        function = partial(extend_attention, layer=layer, block=int(how))
+    # A kernel alone returns its pages: they must be donated, or they would be copied.
+    traced = jax.jit(function, donate_argnums=3 if kind == "decode" else ()).trace(
+        qkv, norms, (cos, sin), tuple(pages), table, row, row, row
+    )
+    lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
+    return lowered
+
+
+def inner_trips(kernel: Kernel) -> int | None:
+    """Return the trips of the loop within a step of the grid: a row's chunks at full context."""
+    if not kernel.name.startswith(ATTENTION):
+        return None
+    table_size, page_size = kernel.shapes[0][1], kernel.shapes[-2][1]
+    return -(-table_size // chunk_pages(table_size, page_size))
+
+
+DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s16": jnp.int16, "s32": jnp.int32}
+ATTENTION = ("extend_attention", "decode_attention")
 NORMED = {
     "int4_normed_matmul": int4_kernels.normed_kernel,
     "int4_gated_matmul": int4_kernels.gated_kernel,
 }
-LOWER = dict.fromkeys((*NORMED, "int4_matmul", "int4_added_matmul"), lower_int4)
 
 
-def read_bundles(text: str) -> tuple[int, int]:
+def read_bundles(text: str, trips: int | None = None) -> tuple[int, int]:
     """Return the steps of a kernel's grid and the bundles of all, of final bundles as dumped.
 
+    A loop within a step makes `trips`, each a step of its own; what loops within it counts once.
     What is skipped by a branch and multiplies nothing, such as a norm or zeros for a new sum, runs
     in one step of each innermost loop; if it is short, it moves blocks and runs in each.
     """
     parts = re.split(r"^ *0x[0-9a-f]+ *(?:[A-Z]+)? *: *(>*) *(?=\{)", text, flags=re.MULTILINE)
-    depths, bundles = parts[1::2], parts[2::2]
-    if ">>" in depths:
-        raise ValueError("the kernel has a loop within its grid, whose trips are not told")
-    if ">" not in depths:  # a grid of one step is no loop
+    depths, bundles = [len(depth) for depth in parts[1::2]], parts[2::2]
+    if max(depths) == 0:  # a grid of one step is no loop
         return 1, len(bundles)
     grid = re.search(r"^iteration_bounds: \(([\d, ]+)\)", text, re.MULTILINE)
-    if grid is None:
-        raise ValueError("the kernel has a loop, but tells no grid")
-    bounds = [int(bound) for bound in grid[1].split(",")]
-    num_rare = 0
+    bounds = [int(bound) for bound in grid[1].split(",")] if grid else [1]
+    num_steps = math.prod(bounds)
+    own = 0 if num_steps == 1 else 1
+    if max(depths) > own and trips is None:
+        raise ValueError("the kernel has a loop that is not its grid, whose trips are not told")
+    num_rare = {True: 0, False: 0}  # by whether it is in the inner loop
     for i, bundle in enumerate(bundles):
         for region in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", bundle):
             ends = (j for j, b in enumerate(bundles) if j > i and f"empty region {region} " in b)
             skipped = bundles[i + 1 : next(ends, i)]
             if len(skipped) > MAX_BLOCK_MOVE and not any("vmatmul" in b for b in skipped):
-                num_rare += len(skipped)
-    num_steps = math.prod(bounds)
-    num_usual = depths.count(">") - num_rare
-    return num_steps, num_steps * num_usual + num_steps // bounds[-1] * num_rare
+                num_rare[depths[i] > own] += len(skipped)
+    num_inner = sum(depth > own for depth in depths) - num_rare[True]
+    num_usual = depths.count(own) - num_rare[False] + num_rare[True]
+    trips = trips or 1
+    total = num_steps * (num_usual + trips * num_inner)
+    return num_steps * trips, total + num_steps // bounds[-1] * num_rare[False]
 
 
 def estimate_ms(kernel: Kernel, num_steps: int, bundles: int) -> float:
@@ -130,14 +180,16 @@ def main() -> None:
     topology = topologies.get_topology_desc("v6e:1x1", "tpu", chips_per_host_bounds=(1, 1, 1))
     chip = SingleDeviceSharding(topology.devices[0])
     grids = []
-    for name, shapes, _ in json.load(sys.stdin):
-        LOWER[name](name, tuple(tuple(shape) for shape in shapes), chip).compile()
+    for name, shapes, num_bytes, dtypes in json.load(sys.stdin):
+        kernel = Kernel(name, tuple(tuple(shape) for shape in shapes), num_bytes, tuple(dtypes))
+        lower = lower_attention if name.startswith(ATTENTION) else lower_int4
+        lower(kernel, chip).compile()
         (dumped,) = (
             path
             for path in folder.glob(f"*-{name}.*final_bundles.txt")
             if "schedule-analysis" not in path.name
         )
-        grids.append(read_bundles(dumped.read_text()))
+        grids.append(read_bundles(dumped.read_text(), inner_trips(kernel)))
         for path in folder.iterdir():
             path.unlink()
     print(json.dumps(grids))

@@ -19,7 +19,7 @@ import jax
 
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.memory import PageMix
-from jaxserve.device.plan import extend_buckets, make_plan
+from jaxserve.device.plan import AttentionKernel, extend_buckets, make_plan
 from jaxserve.device.runner import StepProgram, lowerings, step_programs
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.fields import Fields
@@ -124,6 +124,7 @@ class Report:
         context: int,
         int4_uses: set[Use],
         kv_dtype: KVDtype,
+        attention: AttentionKernel,
         limits: Mapping[str, Mapping[str, float]],
     ) -> None:
         self._config = config
@@ -146,6 +147,7 @@ class Report:
             max_batch=max_batch,
             max_model_len=context,
             is_accelerator=True,
+            attention=attention,
         )
         lower = lowerings(self._plan, config, self._params)
         self.programs = {
@@ -193,6 +195,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--weights", choices=("bf16", "int4"), default="bf16", help="of linears")
     parser.add_argument("--ple-dtype", choices=("bf16", "int4"), default="bf16")
     parser.add_argument("--kv-dtype", choices=("bf16", "int8"), default="bf16")
+    parser.add_argument("--attention", choices=("pallas", "xla"), default="pallas")
     parser.add_argument("--batch", default="1,8,32", help="rows of decodes, powers of two")
     parser.add_argument("--extend", default="256,2048", help="tokens of extends; may be empty")
     parser.add_argument("--context", type=int, default=8192)
@@ -208,7 +211,7 @@ def main() -> int:
 
     options = (
         f"{args.model}, {args.weights} weights, {args.ple_dtype} table, {args.kv_dtype} KV,"
-        f" context {args.context}"
+        f" {args.attention} attention, context {args.context}"
     )
     if args.layers:
         options += f", {args.layers} layers"
@@ -220,7 +223,7 @@ def main() -> int:
     kv_dtype: KVDtype = "int8" if args.kv_dtype == "int8" else "bfloat16"
     max_batch = max(rows, default=8)
     limits = read_limits(options)
-    report = Report(config, max_batch, args.context, int4_uses, kv_dtype, limits)
+    report = Report(config, max_batch, args.context, int4_uses, kv_dtype, args.attention, limits)
     names = [f"decode {n}" for n in rows] + [f"extend {n}" for n in args.extend.split(",") if n]
     if unknown := set(names) - set(report.programs):
         sys.exit(f"not among {', '.join(report.programs)}: {', '.join(unknown)}")

@@ -90,7 +90,9 @@ def test_a_gather_is_counted_by_its_bytes(layout: str, moves: int) -> None:
     assert module(gather(layout)).cost(min) == pytest.approx((0.0, expected_ms, 0.0))
 
 
-KERNEL = Kernel("int4_matmul", ((8, 1536), (192, 2048), (48, 2048)), 1_859_584)
+KERNEL = Kernel(
+    "int4_matmul", ((8, 1536), (192, 2048), (48, 2048)), 1_859_584, ("bf16", "s32", "bf16")
+)
 CALL_KERNEL = (
     "  ROOT %int4_matmul.1 = f32[8,2048]{1,0:T(8,128)} custom-call(%x.1, %words.1, %steps.1), "
     'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[8,1536]{1,0}, '
@@ -151,6 +153,12 @@ def test_what_a_branch_skips_runs_once_in_an_innermost_loop(skipped: str, runs: 
 
 def test_a_grid_of_one_step_is_no_loop() -> None:
     assert read_bundles(BUNDLES.replace(": > {", ":  {")) == (1, 5)
+
+
+def test_a_loop_within_the_grid_makes_its_trips() -> None:
+    text = BUNDLES.replace("PF: > {", "PF: >> {")
+    inner = text.count(": >> {")
+    assert read_bundles(text, trips=10) == (1440, 144 * (3 - inner + 10 * inner))
 
 
 def test_a_loop_within_the_grid_is_refused() -> None:
@@ -260,7 +268,9 @@ def test_a_sound_program_has_no_faults() -> None:
 
 
 def test_limits_are_found_by_the_options_as_printed() -> None:
-    limits = read_limits("e2b, int4 weights, int4 table, bf16 KV, context 8192, 10 layers")
+    limits = read_limits(
+        "e2b, int4 weights, int4 table, int8 KV, pallas attention, context 8192, 10 layers"
+    )
     assert set(limits["decode 8"]) == {"temp_gb", "ratio"}
     assert read_limits("another model") == {}
 

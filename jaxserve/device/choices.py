@@ -8,14 +8,21 @@ from jaxserve.config import ServeConfig
 from jaxserve.device.arena import row_words
 from jaxserve.device.compiler import compile_all, max_temp_bytes
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix, PoolSizes
-from jaxserve.device.plan import DevicePlan, extend_buckets, make_plan, pages_for
+from jaxserve.device.plan import (
+    PAGE_SIZE,
+    AttentionKernel,
+    DevicePlan,
+    extend_buckets,
+    make_plan,
+    pages_for,
+)
 from jaxserve.device.programs import ExtendShape
 from jaxserve.device.runner import StepProgram, lowerings, step_programs
 from jaxserve.device.state import state_num_bytes
 from jaxserve.device.targets import Target
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import KVDtype
+from jaxserve.models.kv_cache import LANES, KVDtype
 from jaxserve.models.registry import load_config
 from jaxserve.models.weights import CheckpointParams, Int4, LoadedParams
 
@@ -24,6 +31,9 @@ logger = logging.getLogger(__name__)
 CPU_KV_CACHE_BYTES = GIB
 DEVICE_FRACTION = 0.92
 """Share of an accelerator's memory to use: the rest is for its runtime and fragmentation."""
+
+KERNEL_HEAD_DIM = 256
+"""Attention kernels turn halves of a head, each of whole lanes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,7 @@ class LoadOptions:
     max_batch: int
     kv_cache_bytes: int | None
     tokens_per_resume_point: int
+    attention: str = "auto"
     grammar_bytes: int = 0
 
     @classmethod
@@ -48,7 +59,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """A checkpoint, options, a device, and the dtypes that follow."""
+    """A checkpoint, options, a device, and what follows: dtypes, and how attention is computed."""
 
     folder: Path
     config: ModelConfig
@@ -56,6 +67,7 @@ class Choices:
     target: Target
     dtype: str
     kv_dtype: KVDtype
+    attention: AttentionKernel
 
     @classmethod
     def make(cls, folder: Path, options: LoadOptions, target: Target) -> "Choices":
@@ -68,13 +80,16 @@ class Choices:
         dtype = options.dtype
         if dtype == "auto":
             dtype = "bfloat16" if target.multiplies_bfloat16 else "float32"
+        config, kv_dtype = load_config(folder), _choose_kv_dtype(options.kv_dtype, dtype)
+        platform = target.device.platform
         choices = cls(
             folder=folder,
-            config=load_config(folder),
+            config=config,
             options=options,
             target=target,
             dtype=dtype,
-            kv_dtype=_choose_kv_dtype(options.kv_dtype, dtype),
+            kv_dtype=kv_dtype,
+            attention=_choose_attention(options.attention, config, kv_dtype, platform),
         )
         choices._check()
         return choices
@@ -180,6 +195,7 @@ class Choices:
             max_batch=self.options.max_batch,
             max_model_len=max_model_len,
             is_accelerator=self.target.is_accelerator,
+            attention=self.attention,
             arena_rows=self._arena_rows,
         )
 
@@ -212,3 +228,21 @@ def _choose_kv_dtype(choice: str, dtype: str) -> KVDtype:
     """Read --kv-dtype."""
     choices: dict[str, KVDtype] = {"bf16": "bfloat16", "int8": "int8"}
     return choices.get(choice) or ("bfloat16" if dtype == "bfloat16" else "float32")
+
+
+def _choose_attention(
+    choice: str, config: ModelConfig, kv_dtype: KVDtype, platform: str
+) -> AttentionKernel:
+    """Read --attention; auto takes the kernels where they can be had."""
+    lacking = None
+    if platform != "tpu":
+        lacking = f"a TPU; here is a {platform}"
+    elif any(layer.head_dim % KERNEL_HEAD_DIM for layer in config.layers):
+        lacking = f"heads of whole multiples of {KERNEL_HEAD_DIM} channels"
+    elif kv_dtype == "int8" and any(
+        2 * layer.num_kv_heads * PAGE_SIZE > LANES for layer in config.layers
+    ):
+        lacking = f"--kv-dtype bf16 where a layer has more than {LANES // 2 // PAGE_SIZE} KV heads"
+    if choice == "pallas" and lacking is not None:
+        raise ConfigError(f"--attention pallas needs {lacking}")
+    return "xla" if choice == "xla" or lacking is not None else "pallas"

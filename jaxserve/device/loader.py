@@ -84,12 +84,14 @@ def load_model(
     runner = ModelRunner(loaded.params, choices.config, plan, ready | compiled)
     warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
     logger.info(
-        "%s on %s (%s%s, KV %s): %d programs from the bundle, %d compiled or read from the cache",
+        "%s on %s (%s%s, KV %s, attention by %s): %d programs from the bundle, %d compiled or read"
+        " from the cache",
         choices.config.model_type,
         target.device.device_kind,
         choices.dtype,
         "".join(f", {use} int4" for use in sorted(loaded.int4_uses)),
         choices.kv_dtype,
+        choices.attention,
         len(ready),
         len(compiled),
     )

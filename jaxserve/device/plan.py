@@ -6,9 +6,13 @@ in one piece, so there is a bucket for them (docs/decisions/0010).
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxserve.device.buckets import ExtendBucket
 from jaxserve.models.kv_cache import KVDtype
+
+AttentionKernel = Literal["pallas", "xla"]
+"""Attention by a kernel of the TPU's own, which reads pages in place, or in plain JAX."""
 
 PAGE_SIZE = 32
 """Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
@@ -35,7 +39,7 @@ class DevicePlan:
         row_buckets: rows that decode is compiled for, ascending; the last is num_slots.
         table_sizes: entries of a page table that programs are compiled for, ascending; the last
             holds max_model_len.
-        chunk_pages: pages that attention reads at a time.
+        chunk_pages: pages that attention in plain JAX reads at a time; None: a kernel reads them.
         arena_rows: rows of grammars, beside those that slots own.
     """
 
@@ -50,8 +54,12 @@ class DevicePlan:
     row_buckets: tuple[int, ...]
     table_sizes: tuple[int, ...]
     extend_buckets: tuple[ExtendBucket, ...]
-    chunk_pages: int
+    chunk_pages: int | None
     arena_rows: int = 0
+
+    @property
+    def attention(self) -> AttentionKernel:
+        return "pallas" if self.chunk_pages is None else "xla"
 
 
 def pages_for(num_tokens: int) -> int:
@@ -68,6 +76,7 @@ def make_plan(
     max_batch: int,
     max_model_len: int,
     is_accelerator: bool,
+    attention: AttentionKernel,
     arena_rows: int = 0,
 ) -> DevicePlan:
     """Choose the buckets for two pools and their limits."""
@@ -86,7 +95,7 @@ def make_plan(
         row_buckets=(*(rows for rows in powers if rows < max_batch), max_batch),
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
         extend_buckets=extend_buckets(max_model_len, is_accelerator=is_accelerator),
-        chunk_pages=chunk_tokens // PAGE_SIZE,
+        chunk_pages=None if attention == "pallas" else chunk_tokens // PAGE_SIZE,
         arena_rows=arena_rows,
     )
 

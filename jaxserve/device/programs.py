@@ -46,7 +46,7 @@ class ExtendShape:
     bucket: ExtendBucket
     num_sequences: int
     table_size: int
-    chunk_pages: int
+    chunk_pages: int | None
     scores: bool = False
 
     @property
@@ -79,11 +79,11 @@ def decode(
     staged_BF: jax.Array,
     *,
     config: ModelConfig,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> tuple[KVCache, DecodeState, jax.Array]:
     """Run each row's last sampled token and sample the next; returns results [B, RESULT_SIZE]."""
     slot_B = staged_BF[:, Column.SLOT]
-    rows = _single_tokens(staged_BF)
+    rows = _single_tokens(staged_BF, state)
     ids_B = state.last_token_S[slot_B]
     tables = count_tokens(state.adjustments, read_adjustments(staged_BF), ids_B)
     stream, cache = run_writing_layers(params, config, ids_B, cache, rows, chunk_pages=chunk_pages)
@@ -122,7 +122,7 @@ def extend(
             config,
             stream.select(rows_nF[:, Column.TOKEN_INDEX]),
             cache,
-            _single_tokens(rows_nF),
+            _single_tokens(rows_nF, state),
             chunk_pages=shape.chunk_pages,
         )
         return _sample(logits(params, config, x_nD), rows_nF, state, read_grammars(rows_nF))
@@ -159,13 +159,14 @@ def unpack_extend(staged: jax.Array, shape: ExtendShape) -> tuple[jax.Array, Pag
     return staged[:tokens], rows, rows_nF
 
 
-def _single_tokens(rows_BF: jax.Array) -> PagedRows:
-    """Return the rows' last known tokens as rows of one position."""
+def _single_tokens(rows_BF: jax.Array, state: DecodeState) -> PagedRows:
+    """Return the rows' last known tokens as rows of one position; of scratch slots, of none."""
     position_B = rows_BF[:, Column.POSITION]
+    scratch_slot = state.last_token_S.shape[0] - 1
     table_BM, sliding_table_BM = read_tables(rows_BF)
     return PagedRows(
         start_R=position_B,
-        num_valid_R=jnp.ones_like(position_B),
+        num_valid_R=(rows_BF[:, Column.SLOT] != scratch_slot).astype(jnp.int32),
         table_RM=table_BM,
         sliding_table_RM=sliding_table_BM,
         full_start_R=rows_BF[:, Column.FULL_START],

@@ -234,6 +234,11 @@ class ModelRunner:
         self._host_rows = HostRows(plan.num_slots, plan.table_sizes[-1])
 
     @property
+    def plan(self) -> DevicePlan:
+        """What the programs were compiled for."""
+        return self._plan
+
+    @property
     def num_pages(self) -> int:
         """Full-attention pages, the scratch page 0 included."""
         return self._plan.num_pages

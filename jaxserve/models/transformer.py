@@ -12,8 +12,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from jaxserve.models.attention import PagedRows, attend, write_pages
+from jaxserve.kernels.attention_layer import AttentionLayer
+from jaxserve.models.attention import (
+    PagedRows,
+    attend,
+    decode_by_kernel,
+    extend_by_kernel,
+    write_pages,
+)
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.int4_table import take_rows
 from jaxserve.models.kv_cache import KVCache, Pages
@@ -103,7 +111,7 @@ def decoder_layer(
     *,
     layer: LayerConfig,
     config: ModelConfig,
-    chunk_pages: int,
+    chunk_pages: int | None,
     writes: bool,
 ) -> tuple[jax.Array, Pages]:
     """Run one layer; returns the stream and the pages, changed only if the layer `writes` them.
@@ -111,28 +119,22 @@ def decoder_layer(
     Jitted so that equal layers are traced once; the step program inlines it.
     """
     eps = config.norm_eps
-    num_tokens, head_dim = x_ND.shape[0], layer.head_dim
     input_norm, attention_norm, mlp_norm, mlp_out_norm, ple_out_norm = norms_5D
-    q_norm_E, k_norm_E = head_norms_2E[0, :head_dim], head_norms_2E[1, :head_dim]
 
     with jax.named_scope("attention"):
         qkv_NO = normed_linear(weights.qkv_OD, x_ND, input_norm, eps)
-        q_width = layer.num_heads * head_dim
-        q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, head_dim)
-        q_NHE = apply_rope(norm(q_NHE, q_norm_E, eps), rope) * config.attention_scale
-        if writes:
-            k_NKE, v_NKE = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
-            pages = write_pages(pages, k_NKE, v_NKE, rows, layer.kind)
-        num_real = rows.table_RM.shape[0] * rows.block
-        out_RTHE = attend(
-            q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, head_dim),
+        out_NQ, pages = _attention(
+            qkv_NO,
+            head_norms_2E[:, : layer.head_dim],
+            rope,
             pages,
             rows,
-            window=config.window if layer.kind == "sliding" else None,
+            layer=layer,
+            config=config,
             chunk_pages=chunk_pages,
+            writes=writes,
             dtype=operand_dtype(weights.o_DQ),
         )
-        out_NQ = pad_rows(out_RTHE.reshape(num_real, q_width))
         x_ND = add_linear(x_ND, weights.o_DQ, out_NQ, attention_norm, eps)
 
     with jax.named_scope("mlp"):
@@ -146,6 +148,57 @@ def decoder_layer(
     if config.has_layer_scalar:
         x_ND *= layer_scalar
     return x_ND, pages
+
+
+def _attention(
+    qkv_NO: jax.Array,
+    head_norms_2E: jax.Array,
+    rope: tuple[jax.Array, jax.Array],
+    pages: Pages,
+    rows: PagedRows,
+    *,
+    layer: LayerConfig,
+    config: ModelConfig,
+    chunk_pages: int | None,
+    writes: bool,
+    dtype: DTypeLike,
+) -> tuple[jax.Array, Pages]:
+    """Return attention of what was projected, [N, H·E], and the pages; by kernels, or plain."""
+    window = config.window if layer.kind == "sliding" else None
+    kernel_layer = AttentionLayer(
+        num_heads=layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        eps=config.norm_eps,
+        scale=config.attention_scale,
+        window=window,
+        has_v=layer.has_v_proj,
+        norms_v=config.has_v_norm,
+        dtype=dtype,
+    )
+    if chunk_pages is None and rows.block == 1:
+        return decode_by_kernel(
+            qkv_NO, head_norms_2E, rope, pages, rows, kernel_layer, writes=writes
+        )
+    q_norm_E, k_norm_E = head_norms_2E
+    q_width = layer.num_heads * layer.head_dim
+    if writes:
+        k_NKE, v_NKE = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
+        pages = write_pages(pages, k_NKE, v_NKE, rows, layer.kind)
+    if chunk_pages is None:
+        return extend_by_kernel(qkv_NO, q_norm_E, rope, pages, rows, kernel_layer), pages
+    num_tokens, num_real = qkv_NO.shape[0], rows.table_RM.shape[0] * rows.block
+    q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, layer.head_dim)
+    q_NHE = apply_rope(norm(q_NHE, q_norm_E, config.norm_eps), rope) * config.attention_scale
+    out_RTHE = attend(
+        q_NHE[:num_real].reshape(-1, rows.block, layer.num_heads, layer.head_dim),
+        pages,
+        rows,
+        window=window,
+        chunk_pages=chunk_pages,
+        dtype=dtype,
+    )
+    return pad_rows(out_RTHE.reshape(num_real, q_width)), pages
 
 
 def _rope_tables(config: ModelConfig, positions_N: jax.Array) -> RopeTables:
@@ -179,7 +232,7 @@ def run_layers(
     cache: KVCache,
     rows: PagedRows,
     *,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> tuple[Stream, KVCache]:
     """Run the given layers, in order, over the rows' tokens."""
     num_tokens = stream.x_ND.shape[0]
@@ -218,7 +271,7 @@ def run_writing_layers(
     cache: KVCache,
     rows: PagedRows,
     *,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> tuple[Stream, KVCache]:
     """Embed tokens and run them through the last layer that owns a cache: all that others see."""
     x_ND = embed(params, config, ids_N)
@@ -234,7 +287,7 @@ def run_reading_layers(
     cache: KVCache,
     rows: PagedRows,
     *,
-    chunk_pages: int,
+    chunk_pages: int | None,
 ) -> jax.Array:
     """Take tokens whose logits are wanted through the remaining layers; returns [N, D]."""
     layers = range(config.num_writing_layers, config.num_layers)

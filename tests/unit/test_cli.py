@@ -50,6 +50,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "weights": "int4",
         "ple_dtype": "bf16",
         "kv_dtype": "int8",
+        "attention": "xla",
         "max_model_len": 100,
         "max_batch": 3,
         "kv_cache_bytes": 1 << 40,

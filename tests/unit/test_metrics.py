@@ -61,6 +61,12 @@ def test_load_gauges() -> None:
     } <= lines(metrics)
 
 
+def test_what_was_chosen_at_start_is_told() -> None:
+    metrics = Metrics()
+    metrics.set_info(attention="pallas", kv_dtype="int8")
+    assert 'jaxserve_info{attention="pallas",kv_dtype="int8"} 1.0' in lines(metrics)
+
+
 def test_serving_compiles_start_at_zero() -> None:
     metrics = Metrics()
     assert "jaxserve_serving_compiles_total 0.0" in lines(metrics)

@@ -1,6 +1,7 @@
 """What is refused before any weight is read: the folders here have none."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,20 @@ from jaxserve.device.choices import LoadOptions
 from jaxserve.device.loader import load_model
 from jaxserve.errors import ConfigError
 from tests.checkpoints import config_json, write_json_files
+
+
+def options_of(**changed: Any) -> LoadOptions:
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "weights": "auto",
+        "ple_dtype": "auto",
+        "kv_dtype": "auto",
+        "max_model_len": None,
+        "max_batch": 2,
+        "kv_cache_bytes": None,
+        "tokens_per_resume_point": 64,
+    }
+    return LoadOptions(**(options | changed))
 
 
 @pytest.mark.parametrize(
@@ -34,15 +49,14 @@ def test_what_no_weights_could_make_fit(
     message: str,
 ) -> None:
     write_json_files(tmp_path, config_json("gemma3"))
-    options = LoadOptions(
-        dtype="float32",
-        weights="auto",
-        ple_dtype="auto",
-        kv_dtype=kv_dtype,
-        max_model_len=max_model_len,
-        max_batch=2,
-        kv_cache_bytes=kv_cache_bytes,
-        tokens_per_resume_point=64,
+    options = options_of(
+        max_model_len=max_model_len, kv_cache_bytes=kv_cache_bytes, kv_dtype=kv_dtype
     )
     with pytest.raises(ConfigError, match=message):
         load_model(tmp_path, options, lambda phase, done, total: None)
+
+
+def test_attention_kernels_need_a_tpu(tmp_path: Path) -> None:
+    write_json_files(tmp_path, config_json("gemma3"))
+    with pytest.raises(ConfigError, match="--attention pallas needs a TPU; here is a cpu"):
+        load_model(tmp_path, options_of(attention="pallas"), lambda phase, done, total: None)

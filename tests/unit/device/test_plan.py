@@ -2,13 +2,17 @@
 
 import pytest
 
-from jaxserve.device.plan import DevicePlan, make_plan, pages_for
+from jaxserve.device.plan import AttentionKernel, DevicePlan, make_plan, pages_for
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig, RopeConfig
 from jaxserve.models.kv_cache import bytes_per_page
 
 
 def plan(
-    *, max_batch: int = 8, max_model_len: int = 4096, is_accelerator: bool = False
+    *,
+    max_batch: int = 8,
+    max_model_len: int = 4096,
+    is_accelerator: bool = False,
+    attention: AttentionKernel = "xla",
 ) -> DevicePlan:
     return make_plan(
         dtype="float32",
@@ -18,6 +22,7 @@ def plan(
         max_batch=max_batch,
         max_model_len=max_model_len,
         is_accelerator=is_accelerator,
+        attention=attention,
     )
 
 
@@ -44,7 +49,15 @@ def test_every_length_has_a_table_and_the_largest_chunk_a_whole_number_of_blocks
     tokens = [bucket.tokens for bucket in made.extend_buckets]
     assert tokens == sorted(set(tokens))
     assert all(bucket.tokens % bucket.block == 0 for bucket in made.extend_buckets)
+    assert made.chunk_pages is not None
     assert made.chunk_pages >= 1
+
+
+def test_kernels_choose_their_own_chunks() -> None:
+    made = plan(is_accelerator=True, attention="pallas")
+
+    assert (made.attention, made.chunk_pages) == ("pallas", None)
+    assert plan(is_accelerator=True).attention == "xla"
 
 
 def test_a_short_context_needs_no_large_chunks() -> None:
