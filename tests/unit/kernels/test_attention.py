@@ -18,6 +18,7 @@ from jaxserve.models.kv_cache import FloatPages, Int8Pages, Pages
 from jaxserve.models.layers import rope_tables
 from jaxserve.models.params import LayerParams
 from jaxserve.models.transformer import decoder_layer
+from tests.compiling import OPTIONS
 
 PAGE, TABLE, WINDOW, DIM, HEADS, HEAD_DIM = 32, 6, 70, 64, 4, 16
 
@@ -140,7 +141,7 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
     lowered = decoder_layer.lower(
         *arguments, layer=layer, config=case.config, chunk_pages=chunk_pages, writes=case.writes
     )
-    x_ND, pages = lowered.compile({"xla_backend_optimization_level": "0"})(*arguments)
+    x_ND, pages = lowered.compile(OPTIONS)(*arguments)
     assert np.isfinite(x_ND).all()
     is_real_RT = np.arange(block) < np.array(case.rows)[:, 1:]
     return x_ND[:num_tokens][is_real_RT.reshape(-1)], pages
