@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -42,8 +43,9 @@ def outputs(folder: Path, chunk_pages: int | None) -> dict[int, list[int]]:
     config = replace(config, layers=layers)
     params = random_params(config, jnp.float32, seed=3)
     plan = replace(PLAN, chunk_pages=chunk_pages)
+    compiler_options: Any = OPTIONS  # jax takes integers, but does not say so
     compiled: dict[Program, Compiled] = {
-        program: lower().compile(OPTIONS)
+        program: lower().compile(compiler_options)
         for program, lower in lowerings(plan, config, params).items()
         if program == "allocate"
         or isinstance(program, DecodeBucket)
