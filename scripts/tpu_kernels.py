@@ -72,6 +72,9 @@ def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lo
         jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=chip)
         for shape, dtype in zip(kernel.shapes, kernel.dtypes, strict=True)
     )
+    if pages[1].shape[1] == 1:  # rows of scales
+        shape = (pages[1].shape[0], pages[1].shape[2])
+        pages[1] = jax.ShapeDtypeStruct(shape, pages[1].dtype, sharding=chip)
     row = jax.ShapeDtypeStruct(table.shape[:1], jnp.int32, sharding=chip)
     kind, _, how, heads, kv_heads, window, flags = kernel.name.split("_")
     layer = AttentionLayer(

@@ -27,6 +27,7 @@ from jaxserve.kernels.page_reader import (
     START,
     PageReader,
     bytes_read,
+    operands,
     row_parts,
     scalars,
     scratch,
@@ -34,6 +35,10 @@ from jaxserve.kernels.page_reader import (
 from jaxserve.kernels.running_softmax import RunningSoftmax
 
 ROW_MULTIPLE = 8
+
+SCRATCH_PAGE = 0
+"""Nobody's: an empty row's scales go there."""
+
 MAX_LEVEL = 127
 
 
@@ -96,31 +101,41 @@ def _call(
     writes: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     num_rows, table_size = table_RM.shape
+    page_size, is_int8 = pages[0].shape[1], pages[0].dtype == jnp.int16
     num_padded, heads, head_dim = qkv_NO.shape[0], layer.num_heads, layer.head_dim
     out = jax.ShapeDtypeStruct((num_padded, heads * head_dim), layer.dtype)
+    scales = jax.ShapeDtypeStruct((2 * layer.num_kv_heads, num_padded, LANES), jnp.float32)
+    arrays = operands(pages)
     whole = [qkv_NO, head_norms_2E, *rope]
     scratch_shapes = [
-        scratch(pages, table_size),
+        scratch(arrays, table_size),
         RunningSoftmax.scratch(layer.num_kv_heads, layer.group, head_dim),
         pltpu.VMEM((num_padded, heads, head_dim), jnp.float32),
         pltpu.VMEM(out.shape, jnp.float32),
     ]
     if writes:
-        scratch_shapes.append(_Writer.scratch(pages, num_rows, num_padded, layer))
+        scratch_shapes.append(_Writer.scratch(arrays, num_rows, num_padded, layer))
     page_bytes = bytes_read(pages, num_rows, 1) if writes else 0
-    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pages] if writes else []
+    # The compiler would move arrays of scales, which are small, to VMEM and back to have them
+    # written by a kernel: it hands over the new ones instead.
+    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: 1 if is_int8 else 2]]
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    results = [(out, pl.BlockSpec(out.shape, lambda r, *_: (0, 0)))]
+    if writes:
+        results += [(x, in_hbm) for x in kept]
+        if is_int8:
+            results.append((scales, pl.BlockSpec(scales.shape, lambda r, *_: (0, 0, 0))))
     out_NQ, *written = pl.pallas_call(
         partial(_decode, layer=layer, writes=writes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(num_rows,),
             in_specs=[*(pl.BlockSpec(x.shape, lambda r, *_: (0, 0)) for x in whole), *[in_hbm] * 2],
-            out_specs=[pl.BlockSpec(out.shape, lambda r, *_: (0, 0)), *[in_hbm] * len(kept)],
+            out_specs=[spec for _, spec in results],
             scratch_shapes=scratch_shapes,
         ),
-        out_shape=[out, *kept],
-        input_output_aliases={7: 1, 8: 2} if writes else {},
+        out_shape=[shape for shape, _ in results],
+        input_output_aliases={7 + i: 1 + i for i in range(len(kept))} if writes else {},
         cost_estimate=pl.CostEstimate(
             flops=0,
             bytes_accessed=bytes_read(pages, num_rows, table_size)
@@ -132,11 +147,21 @@ def _call(
         compiler_params=COMPILER_PARAMS,
         name=f"decode_attention_{'writes' if writes else 'reads'}_{layer.name}",
     )(
-        *scalars(table_RM, first_page_R, start_R, num_valid_R, pages[0].shape[1]),
+        *scalars(table_RM, first_page_R, start_R, num_valid_R, page_size),
         *whole,
-        *pages,
+        *arrays,
     )
-    return out_NQ, (written[0], written[1]) if writes else pages
+    if not writes:
+        return out_NQ, pages
+    first, second = written
+    if is_int8:
+        last_R = start_R // page_size - first_page_R
+        page_R = jnp.take_along_axis(table_RM, last_R[:, None], axis=1, mode="clip")[:, 0]
+        page_R = jnp.where(num_valid_R > 0, page_R, SCRATCH_PAGE)
+        lane_RJ = start_R[:, None] % page_size + page_size * jnp.arange(scales.shape[0])
+        place = pages[1].at[page_R[:, None], lane_RJ]
+        second = place.set(second[:, :num_rows, 0].T, mode="promise_in_bounds")
+    return out_NQ, (first, second)
 
 
 def _decode(*refs: Any, layer: AttentionLayer, writes: bool) -> None:
@@ -153,13 +178,17 @@ class _Decode:
     def __init__(self, refs: tuple[Any, ...], layer: AttentionLayer, *, writes: bool) -> None:
         scalar_refs, self._inputs, refs = refs[:3], refs[3:7], refs[7:]
         page_refs, self._out, refs = refs[:2], refs[2], refs[3:]
-        if writes:  # the same memory as what was read in
-            page_refs, refs = refs[:2], refs[2:]
+        if writes:  # the same memory as what was read in, but for scales, which are the new ones
+            *written, refs = *refs[:2], refs[2:]
+            is_int8 = page_refs[0].dtype == jnp.int16
+            page_refs = (written[0], page_refs[1] if is_int8 else written[1])
         reader_refs, softmax_refs, self._queries, self._results, *writer_refs = refs
         self._layer = layer
         self.reader = PageReader(scalar_refs, page_refs, reader_refs)
         self._softmax = RunningSoftmax(self.reader, softmax_refs, block=1, window=layer.window)
-        self._writer = _Writer(self.reader, page_refs, writer_refs[0], layer) if writes else None
+        self._writer = None
+        if writes:
+            self._writer = _Writer(self.reader, page_refs, (*writer_refs[0], written[1]), layer)
 
     def begin(self) -> None:
         """Ask for pages; meanwhile norm and turn all rows' queries and keys."""
@@ -228,20 +257,19 @@ class _Writer:
         self, reader: PageReader, page_refs: tuple[Any, Any], refs: Any, layer: AttentionLayer
     ) -> None:
         self._reader, self._pages, self._layer = reader, page_refs, layer
-        self._new, self._scales, self._staged, self._semaphores = refs
+        self._new, self._staged, self._semaphores, self._scales = refs
         self._is_int8 = page_refs[0].dtype == jnp.int16
 
     @staticmethod
     def scratch(
         pages: tuple[jax.Array, jax.Array], num_rows: int, num_padded: int, layer: AttentionLayer
     ) -> list[Any]:
-        """Return `refs`: new keys and values or words, new scales, pages, semaphores."""
+        """Return `refs` but for the new scales: new keys and values or words, pages, semaphores."""
         width = layer.num_kv_heads * layer.head_dim
         dtype = jnp.int32 if pages[0].dtype == jnp.int16 else jnp.float32
         return [
             pltpu.VMEM((2, num_padded, width), dtype),
-            pltpu.VMEM((2 * layer.num_kv_heads, num_padded, LANES), jnp.float32),
-            [pltpu.VMEM((num_rows, *x.shape[1:]), x.dtype) for x in pages],
+            [pltpu.VMEM((num_rows, *x.shape[1:]), x.dtype) for x in pages if x.shape[1] > 1],
             pltpu.SemaphoreType.DMA((2,)),
         ]
 
@@ -273,10 +301,10 @@ class _Writer:
         j = last - chunk * reader.chunk_pages
         for i, buffer in enumerate(reader.buffers):
             if i == 1 and self._is_int8:
-                page = self._with_scales(buffer[slot, j], row, offset)
-            else:
-                new_1X = self._new[i, pl.ds(row, 1)]
-                page = _with_position(buffer[slot, j], new_1X, offset)
+                buffer[slot, j] = self._with_scales(buffer[slot, j], row, offset)
+                continue
+            new_1X = self._new[i, pl.ds(row, 1)]
+            page = _with_position(buffer[slot, j], new_1X, offset)
             buffer[slot, j] = page
             self._staged[i][row] = page
             self._copy(i, row, reader.table[row, last]).start()
@@ -286,7 +314,7 @@ class _Writer:
         """Wait until all is written."""
 
         def wait(_: Any, __: None) -> None:
-            for i in range(2):
+            for i in range(len(self._staged)):
                 self._copy(i, 0, 0).wait()
 
         lax.fori_loop(0, self._reader.counters[NUM_WRITTEN], wait, None)

@@ -19,7 +19,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare
-from jaxserve.kernels.page_reader import PageReader, bytes_read, row_parts, scalars, scratch
+from jaxserve.kernels.page_reader import (
+    PageReader,
+    bytes_read,
+    operands,
+    row_parts,
+    scalars,
+    scratch,
+)
 from jaxserve.kernels.running_softmax import RunningSoftmax
 
 
@@ -43,7 +50,7 @@ def extend_attention(
         q_norm_E: their factors.
         rope: cosines and sines of each token's position, float32 [≥ N, E/2].
         pages: keys and values, floats [P, Z, X]; or int16 words [P, Z, X] with a level of each and
-            their float32 scales [P, 1, J], as models/kv_cache.py lays them out.
+            their float32 scales [P, J], as models/kv_cache.py lays them out.
         table_RM: pages of positions [(first_page + m)·Z, (first_page + m + 1)·Z).
         first_page_R: int32.
         start_R: position of each block's first token.
@@ -83,6 +90,7 @@ def _call(
     layer: AttentionLayer,
     block: int,
 ) -> jax.Array:
+    pages = operands(pages)
     num_rows, table_size = table_RM.shape
     head_dim, num_queries = layer.head_dim, block * layer.group
     out = jax.ShapeDtypeStruct((num_rows * block, layer.num_heads * head_dim), layer.dtype)

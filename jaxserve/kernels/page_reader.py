@@ -75,6 +75,18 @@ def scratch(pages: tuple[jax.Array, jax.Array], table_size: int) -> list[Any]:
     ]
 
 
+def operands(pages: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return pages as a kernel takes them: scales as rows of their own, of whole tiles, in place.
+
+    An array of scales may fit VMEM, and the compiler would copy it there. (Others it may not hold
+    to a place, where a kernel's result is the same memory.)
+    """
+    first, second = pages
+    if second.ndim == 2:
+        second = pltpu.with_memory_space_constraint(second[:, None], pltpu.HBM)
+    return first, second
+
+
 def bytes_read(pages: tuple[jax.Array, jax.Array], num_rows: int, table_size: int) -> int:
     """Return the bytes of whole tables."""
     return num_rows * table_size * sum(x.nbytes // x.shape[0] for x in pages)

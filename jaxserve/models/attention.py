@@ -197,7 +197,7 @@ def decode_by_kernel(
         return out_NQ, pages
     if isinstance(pages, FloatPages):
         return out_NQ, FloatPages(k_PZX=first, v_PZX=second)
-    return out_NQ, Int8Pages(kv_PZX=first, scale_PJ=second[:, 0])
+    return out_NQ, Int8Pages(kv_PZX=first, scale_PJ=second)
 
 
 def extend_by_kernel(
@@ -224,7 +224,7 @@ def _kernel_arrays(pages: Pages) -> tuple[jax.Array, jax.Array]:
     """Return pages as kernels take them."""
     if isinstance(pages, FloatPages):
         return pages.k_PZX, pages.v_PZX
-    return pages.kv_PZX, pages.scale_PJ[:, None]  # of whole tiles: nothing is moved
+    return pages.kv_PZX, pages.scale_PJ
 
 
 def _kernel_rows(

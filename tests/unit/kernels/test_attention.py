@@ -4,6 +4,7 @@ The simulated memory begins as NaN, so that what was never fetched shows.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxserve.models.kv_cache import FloatPages, Int8Pages, Pages
 from jaxserve.models.layers import rope_tables
 from jaxserve.models.params import LayerParams
 from jaxserve.models.transformer import decoder_layer
+from tests.compiling import OPTIONS
 
 PAGE, TABLE, WINDOW, DIM, HEADS, HEAD_DIM = 32, 6, 70, 64, 4, 16
 
@@ -140,7 +142,8 @@ def run(case: Case, chunk_pages: int | None) -> tuple[jax.Array, Pages]:
     lowered = decoder_layer.lower(
         *arguments, layer=layer, config=case.config, chunk_pages=chunk_pages, writes=case.writes
     )
-    x_ND, pages = lowered.compile({"xla_backend_optimization_level": "0"})(*arguments)
+    compiler_options: Any = OPTIONS  # jax takes integers, but does not say so
+    x_ND, pages = lowered.compile(compiler_options)(*arguments)
     assert np.isfinite(x_ND).all()
     is_real_RT = np.arange(block) < np.array(case.rows)[:, 1:]
     return x_ND[:num_tokens][is_real_RT.reshape(-1)], pages
