@@ -46,6 +46,7 @@ from jaxserve.metrics import Metrics
 from jaxserve.models.registry import end_token_ids, sampling_defaults
 from jaxserve.progress import Progress
 from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import SamplingDefaults
 
@@ -134,6 +135,7 @@ class _Server:
                 max_body_bytes=config.max_body_bytes,
                 dropped_from_system=config.drop_from_system,
                 remembers_turns=not (config.no_turn_memory or config.no_prefix_cache),
+                strict_tools=not config.no_strict_tools,
                 heartbeat_s=config.heartbeat_s,
                 trust_request_chat_template=config.trust_request_chat_template,
                 reasoning_fields=REASONING_FIELDS[config.reasoning_field],
@@ -313,9 +315,14 @@ def make_grammars(
     Their tables are kept in `folder`.
     """
     vocab_size = loaded.config.vocab_size
+    markers = Markers.find(tokenizer)
     vocabulary = GrammarVocabulary.build(
         tokenizer.pieces,
-        control_ids=tokenizer.special_ids | end_ids | loaded.config.placeholder_token_ids,
+        control_ids=tokenizer.special_ids.union(
+            end_ids,
+            loaded.config.placeholder_token_ids,
+            markers.spellings.values() if markers else (),
+        ),
         vocab_size=vocab_size,
     )
     return Grammars(

@@ -214,6 +214,11 @@ class ServeConfig:
         metavar="SIZE",
         type=size_in_bytes,
     )
+    no_strict_tools: bool = flag(
+        "hold calls to their syntax only, unless a tool says strict: true",
+        False,
+        action="store_true",
+    )
     reasoning_field: str = flag(
         "where answers tell the model's thoughts",
         "both",

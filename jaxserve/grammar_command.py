@@ -11,13 +11,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxserve.errors import ConfigError, SchemaError
-from jaxserve.guided.checking import TextChecker, describe_bytes
+from jaxserve.errors import ConfigError, InvalidRequestError, SchemaError
+from jaxserve.guided.calls import CallMarks
+from jaxserve.guided.checking import TextChecker
 from jaxserve.guided.compiling import compile_grammar
-from jaxserve.guided.specs import tools_schema
 from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
 from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.hub.resolve import resolve_model
+from jaxserve.openai.call_grammar import calls_spec
+from jaxserve.openai.tools import TOOLS, ToolUse
+from jaxserve.text.markers import Markers, call_marks
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -62,14 +65,21 @@ def run(arguments: dict[str, Any], cache_dir: Path) -> int:
         ModelLoadError: the tokenizer cannot be read.
     """
     as_json: bool = arguments["json"]
-    spec = _spec(arguments)
-    vocabulary = _vocabulary(arguments["model"], cache_dir)
+    tokenizer = Tokenizer.load(resolve_model(arguments["model"], cache_dir=cache_dir))
+    markers = Markers.find(tokenizer)
+    vocabulary = _vocabulary(tokenizer, markers)
+    spec = _spec(arguments, call_marks(markers, vocabulary.marks))
+    controls = {}
+    if markers is not None and spec.kind == "calls":
+        controls = {
+            spelling: vocabulary.marks[token_id] for spelling, token_id in markers.spellings.items()
+        }
     texts = {name: _read(name) for name in arguments["text"]}
     begun_s = time.process_time()
     try:
         grammar = compile_grammar(spec, vocabulary)
         compile_s = time.process_time() - begun_s
-        checker = TextChecker.of(spec, grammar) if texts else None
+        checker = TextChecker.of(spec, grammar, controls) if texts else None
     except SchemaError as error:
         _write_refusal(error, as_json)
         return 2
@@ -81,17 +91,18 @@ def run(arguments: dict[str, Any], cache_dir: Path) -> int:
     return 0
 
 
-def _vocabulary(model: str, cache_dir: Path) -> GrammarVocabulary:
-    tokenizer = Tokenizer.load(resolve_model(model, cache_dir=cache_dir))
+def _vocabulary(tokenizer: Tokenizer, markers: Markers | None) -> GrammarVocabulary:
     vocabulary = GrammarVocabulary.build(
-        tokenizer.pieces, control_ids=tokenizer.special_ids, vocab_size=tokenizer.vocab_size
+        tokenizer.pieces,
+        control_ids=tokenizer.special_ids.union(markers.spellings.values() if markers else ()),
+        vocab_size=tokenizer.vocab_size,
     )
     # So that the time that is told is the grammar's own.
     _ = vocabulary.tree, vocabulary.spells_all_bytes
     return vocabulary
 
 
-def _spec(arguments: dict[str, Any]) -> GrammarSpec:
+def _spec(arguments: dict[str, Any], marks: CallMarks | None) -> GrammarSpec:
     compact: bool = arguments["compact"]
     if arguments["regex"] is not None:
         return GrammarSpec(kind="regex", source=arguments["regex"])
@@ -101,10 +112,13 @@ def _spec(arguments: dict[str, Any]) -> GrammarSpec:
         return GrammarSpec(kind="lark", source=_read_text(arguments["lark"]))
     if arguments["tools"] is not None:
         try:
-            schema = tools_schema(json.loads(_read_text(arguments["tools"])))
-        except ValueError as error:
+            tools = TOOLS.read(json.loads(_read_text(arguments["tools"])), "tools")
+            if not tools:
+                raise ValueError("there are no tools")
+            use = ToolUse(offered=tools, must_call=True)
+            return calls_spec(use, marks, strict_by_default=True)
+        except (ValueError, InvalidRequestError) as error:
             raise ConfigError(f"{arguments['tools']}: {error}") from error
-        return GrammarSpec(kind="json_schema", source=json.dumps(schema), compact=compact)
     return GrammarSpec(kind="json_schema", source=_read_text(arguments["schema"]), compact=compact)
 
 
@@ -150,6 +164,8 @@ def _write_stats(grammar: Grammar, compile_s: float, as_json: bool) -> None:
             "masks": stats.num_masks,
             "bytes": stats.num_bytes,
         }
+    if grammar.loosened:
+        fields["loosened"] = grammar.loosened
     fields["compile_s"] = round(compile_s, 4)
     if as_json:
         _write_line(json.dumps(fields))
@@ -159,7 +175,7 @@ def _write_stats(grammar: Grammar, compile_s: float, as_json: bool) -> None:
 
 def _write_verdict(checker: TextChecker, name: str, text: bytes, as_json: bool) -> None:
     verdict = checker.judge(text)
-    allowed = describe_bytes(verdict.allowed, may_end=verdict.may_end)
+    allowed = verdict.expected
     if as_json:
         fields: dict[str, object] = {
             "accepted": verdict.accepted,

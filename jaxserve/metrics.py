@@ -62,6 +62,10 @@ class Metrics:
         self._forced_tokens = self._counter(
             "guided_forced_tokens", "Tokens that took no step: their grammar left no choice."
         )
+        self._loosened = self._counter(
+            "loosened_tools",
+            "Tools of requests whose calls were held to their syntax, but not to their schemas.",
+        )
         self._tool_calls = self._counter("tool_calls", "Calls of tools in answers.")
         self._turn_faults = self._counter(
             "turn_faults",
@@ -184,6 +188,10 @@ class Metrics:
     def observe_guided(self, path: str) -> None:
         """Count a sequence with a grammar."""
         self._guided.labels(path=path).inc()
+
+    def observe_loosened(self, count: int) -> None:
+        """Count tools whose schemas are not enforced."""
+        self._loosened.inc(count)
 
     def observe_host(self, duration_s: float) -> None:
         """Note one pass of the device thread, waits left out."""

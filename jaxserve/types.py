@@ -148,11 +148,13 @@ class Grammar:
         start: gives a guide at the beginning.
         image: what the device needs to do without the guide; None: it can't.
         min_tokens: of the shortest text with its end id; None: not known.
+        loosened: names of tools whose calls are well formed, and no more, though more was asked.
     """
 
     start: Callable[[], Guide]
     image: GrammarImage | None = None
     min_tokens: int | None = None
+    loosened: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -202,6 +202,7 @@ def running_engine(
         max_batch=max_batch,
         kv_cache_bytes=kv_cache_bytes,
         tokens_per_resume_point=ServeConfig().tokens_per_resume_point,
+        grammar_bytes=ServeConfig().grammar_bytes,
     )
     loaded = load_model(folder, options, lambda phase, done, total: None)
     scheduler = make_scheduler(

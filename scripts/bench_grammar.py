@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import SchemaError
+from jaxserve.guided.calls import CallsSource, CallTool
 from jaxserve.guided.compiling import compile_grammar
-from jaxserve.guided.specs import tools_schema
 from jaxserve.guided.tables import GrammarSpec, HostGrammar, TokenTables
 from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.text.tokenizer import Tokenizer
@@ -139,9 +139,8 @@ def load_vocabulary(folder: Path) -> GrammarVocabulary:
     return vocabulary
 
 
-def measure(name: str, schemas: list[dict[str, Any]], vocabulary: GrammarVocabulary) -> None:
+def measure(name: str, specs: list[GrammarSpec], vocabulary: GrammarVocabulary) -> None:
     times_s, tables, refused, on_host = [], [], 0, 0
-    specs = [GrammarSpec(kind="json_schema", source=json.dumps(schema)) for schema in schemas]
     for spec in specs[:3]:
         compile_grammar(spec, vocabulary)
     for spec in specs:
@@ -158,7 +157,7 @@ def measure(name: str, schemas: list[dict[str, Any]], vocabulary: GrammarVocabul
         on_host += isinstance(grammar, HostGrammar)
     times_s.sort()
     print(
-        f"{name}: {len(schemas)} schemas, {refused} refused, {on_host} on the host; CPU s:"
+        f"{name}: {len(specs)} grammars, {refused} refused, {on_host} on the host; CPU s:"
         f" p50 {quantile(times_s, 0.5):.3f}, p95 {quantile(times_s, 0.95):.3f},"
         f" max {times_s[-1]:.3f}"
     )
@@ -183,9 +182,17 @@ def main() -> None:
     vocabulary = load_vocabulary(arguments.model)
     tools = make_tools(arguments.tools)
     parameters = [tool["function"]["parameters"] for tool in tools]
-    measure("parameters of one tool", parameters, vocabulary)
-    unions = [tools_schema(tools[first : first + 5]) for first in range(0, len(tools), 5)]
-    measure("calls of one of five tools", unions, vocabulary)
+    schemas = [GrammarSpec(kind="json_schema", source=json.dumps(x)) for x in parameters]
+    measure("parameters of one tool", schemas, vocabulary)
+    calls = [
+        CallTool(tool["function"]["name"], tool["function"]["parameters"], "always")
+        for tool in tools
+    ]
+    unions = [
+        GrammarSpec(kind="calls", source=CallsSource(tools=tuple(calls[at : at + 5])).text())
+        for at in range(0, len(calls), 5)
+    ]
+    measure("calls of five tools, as JSON", unions, vocabulary)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from jaxserve.device.runner import (
     StepProgram,
     empty_cache,
     empty_state,
+    lowerings,
     step_function,
     step_programs,
 )
@@ -244,7 +245,8 @@ def measure(case: Case) -> dict[str, Any]:
     }
     if case.limit_bytes is not None and sizes["device_bytes"] > case.limit_bytes:
         return {"fits": False, **sizes}
-    runner = ModelRunner(params, config, plan, {program: compiled})
+    allocate = lowerings(plan, config, params)["allocate"]().compile()
+    runner = ModelRunner(params, config, plan, {program: compiled, "allocate": allocate})
     open_rows(runner, plan, config, case.resident)
     if case.is_probe:
         run_steps(case, runner, 1)

@@ -48,6 +48,10 @@ MAX_CLASSES = 4096
 """Of grammars on the device: what a token leads to is looked up for all of them at once."""
 
 
+# Worked on at a time: other threads wait for numpy meanwhile.
+_BLOCK_STATES = 1024
+
+
 class Tables(Protocol):
     """What `pack` reads of a grammar; jaxserve.guided.tables.TokenTables says what they mean."""
 
@@ -90,7 +94,9 @@ def distances(tables: Tables) -> npt.NDArray[np.int64]:
     # One more, for -1: from there nothing leads to an end.
     is_reached_S = np.append(tables.accepting_S, False)
     for distance in range(2, MAX_DISTANCE):
-        leads = is_reached_S[tables.next_SC[open_S]].any(axis=1)
+        blocks = np.split(open_S, range(_BLOCK_STATES, len(open_S), _BLOCK_STATES))
+        found = [is_reached_S[tables.next_SC[block_S]].any(axis=1) for block_S in blocks]
+        leads = np.concatenate(found)
         if not leads.any():
             break
         distance_S[open_S[leads]] = distance
@@ -105,10 +111,17 @@ def num_image_rows(num_states: int, num_classes: int, num_masks: int, vocab_size
     return -(-words // row_words(vocab_size)) + num_masks
 
 
-def pack(tables: Tables, key: str, vocab_size: int, max_rows: int) -> GrammarImage | None:
+def pack(
+    tables: Tables,
+    key: str,
+    vocab_size: int,
+    max_rows: int,
+    distance_S: npt.NDArray[np.int64] | None = None,
+) -> GrammarImage | None:
     """Lay a grammar out; None where it has too many classes, or more rows than `max_rows`.
 
-    `key` names the grammar: equal keys, equal tables. Takes 0.1 ms for each distinct mask.
+    `key` names the grammar: equal keys, equal tables. `distance_S` are its `distances`, where they
+    are known. Takes 0.1 ms for each distinct mask.
     """
     num_states, num_classes = tables.next_SC.shape
     num_masks = len(tables.masks_DW)
@@ -122,8 +135,9 @@ def pack(tables: Tables, key: str, vocab_size: int, max_rows: int) -> GrammarIma
     class_of_V[: len(known)] = known
     first_state, first_next = -(-vocab_size // 2), -(-vocab_size // 2) + 2 * num_states
     first_mask = num_rows - num_masks
-    distance_S = distances(tables)
-    next_distance_S = np.append(distance_S, 0)[tables.next_SC].max(axis=1)
+    if distance_S is None:
+        distance_S = distances(tables)
+    next_distance_S = _farthest(distance_S, tables.next_SC)
 
     rows_NR = np.zeros((num_rows, row_size), np.uint32)
     words = rows_NR.reshape(-1)
@@ -145,6 +159,18 @@ def pack(tables: Tables, key: str, vocab_size: int, max_rows: int) -> GrammarIma
         first_state_word=first_state,
         first_next_word=first_next,
     )
+
+
+def _farthest(
+    distance_S: npt.NDArray[np.int64], next_SC: npt.NDArray[np.int16]
+) -> npt.NDArray[np.int64]:
+    """Return [S], the largest distance of a state that each state leads to."""
+    of_next = np.append(distance_S, 0)
+    farthest_S = np.empty_like(distance_S)
+    for first in range(0, len(next_SC), _BLOCK_STATES):
+        rows = slice(first, first + _BLOCK_STATES)
+        farthest_S[rows] = of_next[next_SC[rows]].max(axis=1)
+    return farthest_S
 
 
 def _halves(values: npt.NDArray[np.uint16], num_words: int) -> Words:

@@ -3,15 +3,19 @@
 For people who write grammars. No tokenizer takes part: a text is judged as written in bytes.
 """
 
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from jaxserve.guided.compiling import compile_grammar
+from jaxserve.guided.calls import CallsSource
+from jaxserve.guided.compiling import compile_grammar, host_calls
 from jaxserve.guided.host import HostMatcher, HostTokenizer
-from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
-from jaxserve.guided.vocabulary import GrammarVocabulary
+from jaxserve.guided.tables import START_STATE, Grammar, GrammarSpec, HostGrammar, TokenTables
+from jaxserve.guided.vocabulary import FIRST_MARK, MAX_MARKS, GrammarVocabulary
 
 _NUM_BYTES = 256
 
@@ -25,19 +29,31 @@ class Verdict:
             may, though something may be missing behind them.
         allowed: bytes that may follow the text before `offset`.
         may_end: whether the text may end there.
+        controls: spellings of control tokens that may follow there.
     """
 
     accepted: bool
     offset: int
     allowed: frozenset[int]
     may_end: bool
+    controls: tuple[str, ...] = ()
+
+    @property
+    def expected(self) -> str:
+        """What may come at `offset`, as one reads it."""
+        return describe_bytes(self.allowed, may_end=self.may_end, controls=self.controls)
 
 
 @lru_cache(maxsize=1)
 def byte_vocabulary() -> GrammarVocabulary:
-    """Return a vocabulary of the 256 bytes and an end."""
+    """Return a vocabulary of the 256 bytes and all marks there can be.
+
+    A mark's number is the same as in any other vocabulary, so what is written with another's marks
+    can be compiled for this one.
+    """
     pieces: dict[int, str | int] = {byte: byte for byte in range(_NUM_BYTES)}
-    return GrammarVocabulary.build(pieces | {_NUM_BYTES: "<end>"}, control_ids=(_NUM_BYTES,))
+    controls = range(_NUM_BYTES, _NUM_BYTES + MAX_MARKS)
+    return GrammarVocabulary.build(pieces, control_ids=controls, vocab_size=_NUM_BYTES + MAX_MARKS)
 
 
 @lru_cache(maxsize=1)
@@ -48,52 +64,90 @@ def _byte_tokenizer() -> HostTokenizer:
 class TextChecker:
     """A grammar over bytes."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        """Judge by a grammar that was compiled for `byte_vocabulary()`."""
+    def __init__(self, grammar: Grammar, controls: Mapping[str, str] | None = None) -> None:
+        """Judge by a grammar that was compiled for `byte_vocabulary()`.
+
+        `controls` are control tokens that may be spelled out in texts, and their marks.
+        """
         self._grammar = grammar
+        self._ids = {
+            spelling: _NUM_BYTES + ord(mark) - FIRST_MARK
+            for spelling, mark in (controls or {}).items()
+        }
+        self._around = re.compile(f"({'|'.join(map(re.escape, self._ids))})".encode())
 
     @classmethod
-    def of(cls, spec: GrammarSpec, compiled: Grammar | None = None) -> "TextChecker":
+    def of(
+        cls,
+        spec: GrammarSpec,
+        compiled: Grammar | None = None,
+        controls: Mapping[str, str] | None = None,
+    ) -> "TextChecker":
         """Compile a spec; `compiled` is its grammar for a model, where that is known.
 
         Raises:
             SchemaError: as compiling does.
         """
-        if isinstance(compiled, HostGrammar):
-            return cls(compiled)
-        return cls(compile_grammar(spec, byte_vocabulary()))
+        if not isinstance(compiled, HostGrammar):
+            return cls(compile_grammar(spec, byte_vocabulary()), controls)
+        if spec.kind == "calls":
+            # Its text names control tokens by their ids, which are others here.
+            compiled = host_calls(CallsSource.read(spec.source), byte_vocabulary(), compiled.reason)
+        return cls(compiled, controls)
 
     def judge(self, text: bytes) -> Verdict:
         """Return what the grammar says of a text."""
-        if isinstance(self._grammar, HostGrammar):
-            return self._judge_on_host(self._grammar, text)
-        tables, state, offset = self._grammar, 0, 0
-        for byte in text:
-            following = tables.advance(state, byte)
-            if following < 0:
-                break
-            state, offset = following, offset + 1
-        allowed = np.flatnonzero(tables.allowed_V(state)[:_NUM_BYTES])
-        may_end = bool(tables.accepting_S[state])
-        accepted = may_end and offset == len(text)
-        return Verdict(accepted, offset, frozenset(allowed.tolist()), may_end)
-
-    def _judge_on_host(self, grammar: HostGrammar, text: bytes) -> Verdict:
-        matcher = HostMatcher(_byte_tokenizer(), grammar)
+        grammar = self._grammar
+        follow = _on_host(grammar) if isinstance(grammar, HostGrammar) else _in_tables(grammar)
         offset = 0
-        while offset < len(text) and matcher.advance(text[offset]):
-            offset += 1
-        row_W = np.zeros(-(-byte_vocabulary().size // 32), np.uint32)
+        allowed_V, may_end = next(follow)
+        for token_id, length in self._tokens(text):
+            if not allowed_V[token_id]:
+                break
+            allowed_V, may_end = follow.send(token_id)
+            offset += length
+        return Verdict(
+            accepted=may_end and offset == len(text),
+            offset=offset,
+            allowed=frozenset(np.flatnonzero(allowed_V[:_NUM_BYTES]).tolist()),
+            may_end=may_end,
+            controls=tuple(spelling for spelling, i in self._ids.items() if allowed_V[i]),
+        )
+
+    def _tokens(self, text: bytes) -> Iterator[tuple[int, int]]:
+        """Return the ids that a text is made of, and how many bytes each one is."""
+        for piece in self._around.split(text) if self._ids else [text]:
+            token_id = self._ids.get(piece.decode(errors="replace"))
+            if token_id is None:
+                yield from ((byte, 1) for byte in piece)
+            else:
+                yield token_id, len(piece)
+
+
+_Walk = Generator[tuple[NDArray[np.bool_], bool], int, None]
+"""Tells what may follow and whether the text may end, each time that it is sent an id."""
+
+
+def _in_tables(tables: TokenTables) -> _Walk:
+    state = START_STATE
+    while True:
+        token_id = yield tables.allowed_V(state), bool(tables.accepting_S[state])
+        state = tables.advance(state, token_id)
+
+
+def _on_host(grammar: HostGrammar) -> _Walk:
+    matcher = HostMatcher(_byte_tokenizer(), grammar)
+    row_W = np.zeros(-(-byte_vocabulary().size // 32), np.uint32)
+    while True:
         matcher.fill_mask(row_W)
-        bits = np.unpackbits(row_W.astype("<u4").view(np.uint8), bitorder="little")[:_NUM_BYTES]
-        may_end = matcher.accepting
-        accepted = may_end and offset == len(text)
-        return Verdict(accepted, offset, frozenset(np.flatnonzero(bits).tolist()), may_end)
+        bits = np.unpackbits(row_W.astype("<u4").view(np.uint8), bitorder="little")
+        token_id = yield bits.astype(np.bool_), matcher.accepting
+        matcher.advance(token_id)
 
 
-def describe_bytes(allowed: frozenset[int], *, may_end: bool) -> str:
+def describe_bytes(allowed: frozenset[int], *, may_end: bool, controls: Sequence[str] = ()) -> str:
     """Return bytes as one reads them: ranges of printable ones, others in hexadecimal."""
-    parts: list[str] = []
+    parts = [*controls]
     left = sorted(allowed)
     while left:
         last = 0

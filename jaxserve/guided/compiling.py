@@ -5,10 +5,12 @@ Pure and slow: a worker process calls it, with a limit of time and memory.
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 from jaxserve.errors import SchemaError
 from jaxserve.guided import regex
 from jaxserve.guided.automaton import AutomatonTooLargeError, Dfa
+from jaxserve.guided.calls import CallAutomata, CallsSource
 from jaxserve.guided.cases import Cases
 from jaxserve.guided.composing import literals
 from jaxserve.guided.conditions import Literal
@@ -17,17 +19,29 @@ from jaxserve.guided.endings import nothing_fits
 from jaxserve.guided.host import check_grammar
 from jaxserve.guided.json_automaton import JsonAutomata, NeedsStackError
 from jaxserve.guided.lark import LarkWriter, lark_of_choices, lark_of_expression
-from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
+from jaxserve.guided.lark_calls import lark_of_calls
+from jaxserve.guided.lark_spelling import JsonSpelling
+from jaxserve.guided.notation import JsonNotation
+from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar, TokenTables
 from jaxserve.guided.token_tables import TablesTooLargeError, token_tables
 from jaxserve.guided.vocabulary import FIRST_MARK, GrammarVocabulary
 
-COMPILER_VERSION = 1
+COMPILER_VERSION = 2
 """Of what tables a source gives: raise it, and cached ones are not used again."""
 
 MAX_TABLE_BYTES = 32 << 20
 """Of `next_SC` and `masks_DW` together; larger grammars run on the host."""
 
+MAX_CALL_TABLE_BYTES = 64 << 20
+MAX_CALL_STATES = 20_000
+"""The same of calls, which all requests of an agent share, and the states that fit it mostly."""
+
+_LESS = 0.7
+"""States that are left for another try where they did not."""
+
 ANY_OBJECT = '{"type": "object"}'
+
+TOO_LARGE_FOR_TABLES = (NeedsStackError, AutomatonTooLargeError, TablesTooLargeError)
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: GrammarVocabulary) -> Grammar:
@@ -42,31 +56,67 @@ def compile_grammar(spec: GrammarSpec, vocabulary: GrammarVocabulary) -> Grammar
         )
     if spec.kind == "lark":
         return _host(spec.source, "a grammar in Lark's form needs a stack")
+    if spec.kind == "calls":
+        return _compile_calls(CallsSource.read(spec.source), vocabulary)
+    automaton, text = _languages(spec)
+    try:
+        return _tables(automaton(), vocabulary)
+    except TOO_LARGE_FOR_TABLES as error:
+        return _host(text(), _reason(error))
+
+
+def _languages(spec: GrammarSpec) -> tuple[Callable[[], Dfa], Callable[[], str]]:
+    """Return what makes a spec's automaton, and its text for the host."""
     if spec.kind in ("json_schema", "json_object"):
-        return _compile_schema(spec, vocabulary)
-    if spec.kind == "regex":
-        return _tables_or_host(
-            lambda: regex.full_match(spec.source),
-            vocabulary,
-            lambda: lark_of_expression(spec.source),
+        cases = Cases(Document(spec.source if spec.kind == "json_schema" else ANY_OBJECT))
+        root = cases.key(Literal(""))
+        notation = JsonNotation(spaces=0 if spec.compact else None)
+        return (
+            lambda: JsonAutomata(cases, notation).value(root),
+            lambda: LarkWriter(cases, JsonSpelling(notation.spaces)).grammar(root),
         )
+    if spec.kind == "regex":
+        return lambda: regex.full_match(spec.source), lambda: lark_of_expression(spec.source)
     choices = _choices(spec.source)
-    return _tables_or_host(
+    return (
         lambda: literals(choice.encode() for choice in choices),
-        vocabulary,
         lambda: lark_of_choices(choices),
     )
 
 
-def _compile_schema(spec: GrammarSpec, vocabulary: GrammarVocabulary) -> Grammar:
-    document = Document(spec.source if spec.kind == "json_schema" else ANY_OBJECT)
-    cases = Cases(document)
-    root = cases.key(Literal(""))
-    return _tables_or_host(
-        lambda: JsonAutomata(cases, compact=spec.compact).value(root),
-        vocabulary,
-        lambda: LarkWriter(cases, compact=spec.compact).grammar(root),
-    )
+def _compile_calls(source: CallsSource, vocabulary: GrammarVocabulary) -> Grammar:
+    answer = None
+    try:
+        if source.answer is not None:
+            answer = _languages(GrammarSpec(**source.answer._asdict()))[0]()
+        automata = CallAutomata(source)
+        automata.loosen(MAX_CALL_STATES)
+        while True:
+            try:
+                tables = _tables(automata.whole(answer), vocabulary, MAX_CALL_TABLE_BYTES)
+            except TOO_LARGE_FOR_TABLES:
+                if not automata.loosen(int(automata.num_states * _LESS)):
+                    raise
+            else:
+                return replace(tables, loosened=automata.loosened)
+    except TOO_LARGE_FOR_TABLES as error:
+        if source.answer is not None:
+            raise SchemaError(
+                "an answer that has to follow a grammar goes with tools only where both have"
+                f" tables; {_reason(error)}",
+                code="schema_too_complex",
+            ) from error
+        return host_calls(source, vocabulary, _reason(error))
+
+
+def host_calls(source: CallsSource, vocabulary: GrammarVocabulary, reason: str) -> HostGrammar:
+    """Return calls as a grammar for the host.
+
+    Raises:
+        SchemaError: a schema that always has to hold cannot be enforced there.
+    """
+    text, loosened = lark_of_calls(source, vocabulary)
+    return replace(_host(text, reason), loosened=loosened)
 
 
 def _choices(source: str) -> list[str]:
@@ -85,21 +135,18 @@ def _choices(source: str) -> list[str]:
     return choices
 
 
-def _tables_or_host(
-    make_automaton: Callable[[], Dfa],
-    vocabulary: GrammarVocabulary,
-    make_text: Callable[[], str],
-) -> Grammar:
-    try:
-        automaton = make_automaton()
-        if automaton.is_empty:
-            raise nothing_fits()
-        return token_tables(automaton, vocabulary, MAX_TABLE_BYTES)
-    except NeedsStackError:
-        reason = "the schema contains itself"
-    except (AutomatonTooLargeError, TablesTooLargeError):
-        reason = f"its tables would take more than {MAX_TABLE_BYTES} bytes"
-    return _host(make_text(), reason)
+def _tables(
+    automaton: Dfa, vocabulary: GrammarVocabulary, max_bytes: int = MAX_TABLE_BYTES
+) -> TokenTables:
+    if automaton.is_empty:
+        raise nothing_fits()
+    return token_tables(automaton, vocabulary, max_bytes)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, NeedsStackError):
+        return "the schema contains itself"
+    return "its tables would be too large"
 
 
 def _host(text: str, reason: str) -> HostGrammar:

@@ -1,12 +1,14 @@
 """One sequence's way through a grammar, on the host, a token at a time: `Guide`s of types.py."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.guided.host import HostMatcher
 from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
+from jaxserve.guided.triggered import Forced, Thought, Trigger
+from jaxserve.types import Guide
 
 
 class TablesGuide:
@@ -100,3 +102,97 @@ class MatcherGuide:
     def advance(self, token_id: int) -> None:
         """Go on behind a token; one that is not allowed ends the text."""
         self._has_ended = self._has_ended or not self._matcher.advance(token_id)
+
+
+class OpenedGuide:
+    """Lets a text go before a grammar that has no tables, as `triggered` does for those that do."""
+
+    state = START_STATE
+
+    def __init__(
+        self, start: Callable[[], Guide], opening: Trigger | Thought, free_words: NDArray[np.uint32]
+    ) -> None:
+        """`free_words` is the mask of that text, the ids of `opening` left out."""
+        self._start = start
+        self._opening = opening
+        self._returns = isinstance(opening, Trigger)
+        self._trigger_id = opening.token_id if isinstance(opening, Trigger) else opening.end_id
+        # May still begin the text that goes before.
+        self._start_id = None if isinstance(opening, Trigger) else opening.start_id
+        self._free_words = _with(free_words, self._trigger_id)
+        self._guide = None if self._start_id is None else start()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here, or has ended."""
+        return self._returns if self._guide is None else self._guide.may_end
+
+    def allowed_words(self, max_left: int | None = None) -> NDArray[np.uint32]:
+        """Return the mask of the tokens that may follow."""
+        if self._guide is None:
+            return self._free_words
+        words = self._guide.allowed_words(max_left)
+        return words if self._start_id is None else _with(words, self._start_id)
+
+    def forced_ids(self, limit: int) -> Sequence[int]:
+        """Return the first of the ids that must follow, at most so many."""
+        if self._guide is None or self._start_id is not None:
+            return ()
+        return self._guide.forced_ids(limit)
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a token."""
+        is_start = token_id == self._start_id
+        self._start_id = None
+        if is_start:
+            self._guide = None
+        elif self._guide is None:
+            if token_id == self._trigger_id:
+                self._guide = self._start()
+        else:
+            self._guide.advance(token_id)
+            if self._returns and self._guide.may_end:
+                self._guide = None
+
+
+class ForcedGuide:
+    """Lets some tokens, and nothing else, go before a grammar."""
+
+    state = START_STATE
+
+    def __init__(self, start: Callable[[], Guide], forced: Forced, num_words: int) -> None:
+        """`num_words` are those of a mask."""
+        self._start = start
+        self._left = [*forced.token_ids]
+        self._num_words = num_words
+        self._guide: Guide | None = None
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may end here, or has ended."""
+        return self._guide is not None and self._guide.may_end
+
+    def allowed_words(self, max_left: int | None = None) -> NDArray[np.uint32]:
+        """Return the mask of the tokens that may follow."""
+        if self._guide is not None:
+            return self._guide.allowed_words(max_left)
+        return _with(np.zeros(self._num_words, np.uint32), self._left[0])
+
+    def forced_ids(self, limit: int) -> Sequence[int]:
+        """Return the first of the ids that must follow, at most so many."""
+        return self._left[:limit] if self._guide is None else self._guide.forced_ids(limit)
+
+    def advance(self, token_id: int) -> None:
+        """Go on behind a token."""
+        if self._guide is not None:
+            self._guide.advance(token_id)
+            return
+        del self._left[0]
+        if not self._left:
+            self._guide = self._start()
+
+
+def _with(words: NDArray[np.uint32], token_id: int) -> NDArray[np.uint32]:
+    changed = words.copy()
+    changed[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    return changed

@@ -108,7 +108,9 @@ class HostTokenizer:
             made_by.TokenizerWrapper(wrapped), slices=made_by.LLTokenizer.json_slices()
         )
         text_V = np.ones(-(-vocabulary.size // 32) * 32, np.bool_)
-        text_V[wrapped.special_token_ids] = False
+        # Control tokens are in masks where the grammar names them, and nowhere else; but the one
+        # that ends texts for the library is in all masks of texts that may end.
+        text_V[wrapped.eos_token_id] = False
         text_V[vocabulary.size :] = False
         self.text_W = np.packbits(text_V, bitorder="little").view("<u4").astype(np.uint32)
 

@@ -1,4 +1,4 @@
-"""From shapes to one automaton over the bytes of JSON texts.
+"""From shapes to one automaton over the bytes of values, in some notation.
 
 One space at most follows a comma or a colon, and none stands elsewhere: a model that may write any
 amount of white space can write nothing else for ever. A schema within itself has no automaton.
@@ -10,9 +10,9 @@ from jaxserve.guided.composing import Nfa
 from jaxserve.guided.json_lists import ArrayWriter
 from jaxserve.guided.json_objects import ObjectWriter
 from jaxserve.guided.json_values import FREE_DEPTH, Ends, any_value
+from jaxserve.guided.notation import Notation
 from jaxserve.guided.numbers import numbers
 from jaxserve.guided.shapes import ANY, Array, Fixed, Key, Number, Shape, Text
-from jaxserve.guided.strings import quoted
 
 MAX_NODES = 400_000
 
@@ -24,15 +24,15 @@ class NeedsStackError(Exception):
 class JsonAutomata:
     """The automata of a document's schemas, each made once."""
 
-    def __init__(self, cases: Cases, *, compact: bool) -> None:
+    def __init__(self, cases: Cases, notation: Notation) -> None:
         self._cases = cases
-        self._compact = compact
+        self._notation = notation
         self._known: dict[Key, Dfa] = {}
         self._alike: dict[tuple[Shape, ...], Dfa] = {}
         self._under_way: set[Key] = set()
 
     def value(self, key: Key) -> Dfa:
-        """Return the JSON texts that fit schemas.
+        """Return the texts of values that fit schemas.
 
         Raises:
             NeedsStackError: they are a part of themselves.
@@ -40,7 +40,7 @@ class JsonAutomata:
             SchemaError: a keyword is wrong or cannot be enforced.
         """
         if key == ANY:
-            return any_value(FREE_DEPTH, compact=self._compact)
+            return any_value(FREE_DEPTH, self._notation)
         known = self._known.get(key)
         if known is None:
             if key in self._under_way:
@@ -52,6 +52,10 @@ class JsonAutomata:
                 self._under_way.discard(key)
             self._known[key] = known
         return known
+
+    def objects(self, key: Key) -> Dfa:
+        """Return the objects among them; errors as in `value`."""
+        return self._of_shapes(self._cases.of_type(key, "object"))
 
     def _of_shapes(self, shapes: tuple[Shape, ...]) -> Dfa:
         """Return the texts of some shapes; properties are often alike."""
@@ -66,12 +70,13 @@ class JsonAutomata:
 
     def _write(self, nfa: Nfa, shape: Shape, ends: Ends) -> None:
         if isinstance(shape, Fixed):
-            nfa.choices(ends.source, sorted(shape.texts), ends.end)
+            nfa.choices(ends.source, map(self._notation.scalar, sorted(shape.texts)), ends.end)
         elif isinstance(shape, Number):
             nfa.embed(ends.source, numbers(shape.wanted), ends.end)
         elif isinstance(shape, Text):
-            nfa.embed(ends.source, quoted(shape.texts.content, shape.texts.length), ends.end)
+            string = self._notation.string(shape.texts.content, shape.texts.length)
+            nfa.embed(ends.source, string, ends.end)
         elif isinstance(shape, Array):
-            ArrayWriter(self.value, self._cases, nfa, shape, self._compact).run(ends)
+            ArrayWriter(self.value, self._cases, nfa, shape, self._notation).run(ends)
         else:
-            ObjectWriter(self.value, nfa, shape, self._compact).run(ends)
+            ObjectWriter(self.value, nfa, shape, self._notation).run(ends)

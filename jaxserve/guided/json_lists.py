@@ -1,4 +1,4 @@
-"""The automata of JSON lists, whose items may be counted, by what they fit, or have to differ."""
+"""The automata of lists, whose items may be counted, by what they fit, or have to differ."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -8,7 +8,8 @@ from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.cases import Cases
 from jaxserve.guided.composing import Nfa
 from jaxserve.guided.conditions import Literal, refusal
-from jaxserve.guided.json_values import Ends, separator
+from jaxserve.guided.json_values import Ends
+from jaxserve.guided.notation import Notation
 from jaxserve.guided.shapes import Array, Fixed, Key
 
 MAX_UNIQUE_VALUES = 8
@@ -27,13 +28,13 @@ class ArrayWriter:
     """Writes a list: nodes by how far it is."""
 
     def __init__(
-        self, value: Callable[[Key], Dfa], cases: Cases, nfa: Nfa, shape: Array, compact: bool
+        self, value: Callable[[Key], Dfa], cases: Cases, nfa: Nfa, shape: Array, notation: Notation
     ) -> None:
         self._value = value
         self._cases = cases
         self._nfa = nfa
         self._shape = shape
-        self._compact = compact
+        self._notation = notation
         length = shape.length
         starts = (counted.start for counted in shape.counted)
         # From here on all items are alike, and only an upper bound counts them.
@@ -66,7 +67,7 @@ class ArrayWriter:
     def _after(self, listed: _Listed) -> int:
         if listed not in self._behind:
             node = self._behind[listed] = self._nfa.node()
-            separator(self._nfa, node, b",", self._item(listed), self._compact)
+            self._nfa.choices(node, self._notation.commas, self._item(listed))
             if self._may_close(listed):
                 self._nfa.literal(node, b"]", self._end)
         return self._behind[listed]
@@ -88,7 +89,8 @@ class ArrayWriter:
                 if identity not in listed.used:
                     used = listed.used | {identity}
                     after = _Listed(index, listed.counts, used)
-                    self._nfa.choices(source, texts, self._after(after))
+                    spelled = map(self._notation.scalar, texts)
+                    self._nfa.choices(source, spelled, self._after(after))
             return
         for variant, counts in self._variants(key, listed):
             after = _Listed(index, counts)

@@ -1,14 +1,13 @@
-"""The automata of JSON objects: their properties in order, each once."""
+"""The automata of objects: their properties in order, each once."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.composing import Nfa
-from jaxserve.guided.json_text import scalar_text
-from jaxserve.guided.json_values import Ends, separator
+from jaxserve.guided.json_values import Ends
+from jaxserve.guided.notation import Notation
 from jaxserve.guided.shapes import Entry, Key, Object
-from jaxserve.guided.strings import quoted
 
 
 class _Written(NamedTuple):
@@ -21,11 +20,16 @@ class _Written(NamedTuple):
 class ObjectWriter:
     """Writes an object: entries in order, optional ones left out or not, extras behind them."""
 
-    def __init__(self, value: Callable[[Key], Dfa], nfa: Nfa, shape: Object, compact: bool) -> None:
+    def __init__(
+        self, value: Callable[[Key], Dfa], nfa: Nfa, shape: Object, notation: Notation
+    ) -> None:
         self._value = value
         self._nfa = nfa
         self._shape = shape
-        self._compact = compact
+        self._notation = notation
+        self._entries = shape.entries
+        if notation.sorts_names:
+            self._entries = tuple(sorted(shape.entries, key=lambda entry: entry.name.lower()))
         length = shape.length
         # How many properties there are matters only up to here; 0 means that no comma is due.
         self._top = max(1, length.least, length.most or 0)
@@ -61,7 +65,7 @@ class ObjectWriter:
         if most is not None and written.number >= most:
             return
         source = self._before[written]
-        entries = self._shape.entries
+        entries = self._entries
         after = _Written(written.entry + 1, min(written.number + 1, self._top))
         if written.entry < len(entries):
             entry = entries[written.entry]
@@ -78,9 +82,9 @@ class ObjectWriter:
             node = self._extras[after] = self._nfa.node()
             for extra in self._shape.extras:
                 value, colon = self._nfa.node(), self._nfa.node()
-                name = quoted(extra.names.content, extra.names.length)
-                self._nfa.embed(node, name, colon)
-                separator(self._nfa, colon, b":", value, self._compact)
+                names = self._notation.names(extra.names.content, extra.names.length)
+                self._nfa.embed(node, names, colon)
+                self._nfa.choices(colon, self._notation.colons, value)
                 self._nfa.embed(value, self._value(extra.value), self._after(after))
         return self._extras[after]
 
@@ -89,8 +93,8 @@ class ObjectWriter:
         if after not in self._names:
             node, value, colon = self._nfa.node(), self._nfa.node(), self._nfa.node()
             self._names[after] = node
-            self._nfa.literal(node, scalar_text(entry.name), colon)
-            separator(self._nfa, colon, b":", value, self._compact)
+            self._nfa.literal(node, self._notation.name(entry.name), colon)
+            self._nfa.choices(colon, self._notation.colons, value)
             self._nfa.embed(value, self._value(entry.value), self._after(after))
         return self._names[after]
 
@@ -98,11 +102,11 @@ class ObjectWriter:
         """Return the node behind a property."""
         if written not in self._behind:
             node = self._behind[written] = self._nfa.node()
-            separator(self._nfa, node, b",", self._entry(written), self._compact)
+            self._nfa.choices(node, self._notation.commas, self._entry(written))
             if self._may_close(written):
                 self._nfa.literal(node, b"}", self._end)
         return self._behind[written]
 
     def _may_close(self, written: _Written) -> bool:
-        left = self._shape.entries[written.entry :]
+        left = self._entries[written.entry :]
         return written.number >= self._shape.length.least and not any(x.required for x in left)

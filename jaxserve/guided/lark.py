@@ -1,77 +1,83 @@
-r"""From shapes to a grammar for the matcher on the host, in llguidance's kind of Lark.
+"""From shapes to a grammar for the matcher on the host, in llguidance's kind of Lark.
 
 For schemas within themselves, and for those whose tables would be too large. The texts are those of
 `json_automaton`, but free values nest without bound. What a rule cannot say is refused.
 """
 
-import json
 import re
 from collections.abc import Iterable
 
 from jaxserve.guided.cases import Cases
-from jaxserve.guided.conditions import HasFormat, Matches, refusal
+from jaxserve.guided.conditions import refusal
 from jaxserve.guided.endings import Endings, nothing_fits
-from jaxserve.guided.formats import expression_of
 from jaxserve.guided.json_lists import unique_values
-from jaxserve.guided.json_text import scalar_text
+from jaxserve.guided.lark_spelling import WHERE, Spelling, Terminals, quoted, slashes
 from jaxserve.guided.number_ranges import ANY_NUMBER, NumberRange
 from jaxserve.guided.numbers import numbers
 from jaxserve.guided.regex import plain_syntax
-from jaxserve.guided.shapes import ANY, Array, Fixed, Key, Number, Object, Shape, Text, Texts
-from jaxserve.guided.strings import ANY_LENGTH, Length
+from jaxserve.guided.shapes import ANY, Array, Fixed, Key, Number, Object, Shape, Text
+from jaxserve.guided.strings import ANY_LENGTH
 from jaxserve.guided.to_regex import to_regex
-
-_HEX = "[0-9a-fA-F]"
-_UNICODE = (
-    rf"u(?:[0-9a-ce-fA-CE-F]{_HEX}{{3}}|[dD][0-7]{_HEX}{{2}}"
-    rf"|[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}})"
-)
-_PLAIN = r'[^"\\\x00-\x1F\u{100000}-\u{10FFFF}]'
-_CHARACTER = rf'(?:{_PLAIN}|\\(?:["\\\/bfnrt]|{_UNICODE}))'
-# In one way only, so that names can be told apart by their texts.
-_CANONICAL_CHARACTER = rf'(?:{_PLAIN}|\\["\\bfnrt])'
 
 
 class LarkWriter:
     """Writes the rules of a document's schemas, each once."""
 
-    def __init__(self, cases: Cases, *, compact: bool) -> None:
+    def __init__(self, cases: Cases, spelling: Spelling, *, prefix: str = "") -> None:
+        """Write rules whose names begin with `prefix`, so that several writers' go together."""
         self._cases = cases
         self._endings = Endings(cases)
-        space = "" if compact else " ?"
-        self._lines = [f"SEP: /,{space}/", f"COLON: /:{space}/"]
+        self._spelling = spelling
+        self._prefix = prefix
+        self._lines: list[str] = []
         self._names: dict[Key, str] = {}
-        self._terminals: dict[str, str] = {}
+        self._terminals = Terminals(prefix)
         self._queue: list[Key] = []
 
     def grammar(self, key: Key) -> str:
-        """Return the grammar of the JSON texts that fit schemas.
+        """Return the grammar of the texts that fit schemas.
 
         Raises:
             SchemaError: a keyword cannot be enforced by such a grammar, or no text fits.
         """
         if not self._endings.shapes(key) and key != ANY:
             raise nothing_fits()
-        self._lines.append(f"start: {self._rule(key)}")
+        lines = [*self._spelling.separators, f"start: {self._rule(key)}", *self._rules()]
+        return "\n".join(lines) + "\n"
+
+    def objects(self, key: Key) -> tuple[str, list[str]]:
+        """Return the name of a rule of the objects that fit schemas, and all rules of it.
+
+        Raises:
+            SchemaError: as `grammar` does.
+        """
+        name = f"{self._prefix}object"
+        shapes = [shape for shape in self._endings.shapes(key) if isinstance(shape, Object)]
+        if not shapes:
+            raise nothing_fits()
+        written = [self._shape(name, n, shape) for n, shape in enumerate(shapes)]
+        return name, [f"{name}: {' | '.join(written)}", *self._rules()]
+
+    def _rules(self) -> list[str]:
         for asked in self._queue:
             self._write(asked)
-        self._lines += [f"{name}: {text}" for text, name in self._terminals.items()]
-        return "\n".join(self._lines) + "\n"
+        return [*self._lines, *self._terminals.lines]
 
     def _rule(self, key: Key) -> str:
         if key not in self._names:
-            self._names[key] = f"v{len(self._names)}"
+            self._names[key] = f"{self._prefix}v{len(self._names)}"
             self._queue.append(key)
         return self._names[key]
 
     def _write(self, key: Key) -> None:
         name = self._names[key]
         if key == ANY:
-            string, number = self._string(ANY_LENGTH), self._number(ANY_NUMBER)
+            spelling, number = self._spelling, self._number(ANY_NUMBER)
+            string = spelling.any_string(self._terminals)
             self._lines += [
                 f'{name}: "null" | "true" | "false" | {number} | {string} | "[" "]" | "{{" "}}"'
                 f' | "[" {name} (SEP {name})* "]" | "{{" {name}p (SEP {name}p)* "}}"',
-                f"{name}p: {string} COLON {name}",
+                f"{name}p: {spelling.any_name(self._terminals)} COLON {name}",
             ]
             return
         shapes = [self._shape(name, n, x) for n, x in enumerate(self._endings.shapes(key))]
@@ -79,18 +85,18 @@ class LarkWriter:
 
     def _shape(self, name: str, number: int, shape: Shape) -> str:
         if isinstance(shape, Fixed):
-            return " | ".join(_quoted(text) for text in sorted(shape.texts))
+            return " | ".join(map(self._spelling.scalar, sorted(shape.texts)))
         if isinstance(shape, Number):
             return self._number(shape.wanted)
         if isinstance(shape, Text):
-            return self._texts(shape.texts)
+            return self._spelling.string(shape.texts, self._terminals)
         if isinstance(shape, Array):
             return self._array(f"{name}a{number}", shape)
         return self._object(f"{name}o{number}", shape)
 
     def _array(self, name: str, shape: Array) -> str:
         if shape.counted:
-            raise refusal(shape.counted[0].schema.pointer, "contains", _WHERE)
+            raise refusal(shape.counted[0].schema.pointer, "contains", WHERE)
         if shape.unique is not None:
             return self._unique(name, shape)
         least, most = shape.length.least, shape.length.most
@@ -143,7 +149,7 @@ class LarkWriter:
                 for identity, texts in unique_values(self._cases, shape, key):
                     following = rules.get(known | {identity})
                     if identity not in known and following is not None:
-                        value = " | ".join(map(_quoted, texts))
+                        value = " | ".join(map(self._spelling.scalar, texts))
                         options.append(f"{'SEP ' if index else ''}({value}) {following}")
             self._lines.append(f"{rule}: {' | '.join(options) or _NEVER}")
         return f'"[" {rules[frozenset()]}'
@@ -151,20 +157,22 @@ class LarkWriter:
     def _object(self, name: str, shape: Object) -> str:
         """Write a rule for each entry, saying what may come from there on."""
         if shape.length != ANY_LENGTH:
-            raise refusal("", "minProperties or maxProperties", _WHERE)
+            raise refusal("", "minProperties or maxProperties", WHERE)
         pairs = [
-            f"{self._texts(extra.names)} COLON {self._rule(extra.value)}" for extra in shape.extras
+            f"{self._spelling.names(extra.names, self._terminals)} COLON {self._rule(extra.value)}"
+            for extra in shape.extras
         ]
         extra = ""
         if pairs:
             extra = f"{name}x"
             self._lines.append(f"{extra}: {' | '.join(pairs)}")
         # Rule `…f`: nothing was written yet; `…s`: a comma comes before the next property.
-        count = len(shape.entries)
+        entries = self._spelling.ordered(shape.entries)
+        count = len(entries)
         self._lines.append(f"{name}f{count}: " + (f"({extra} (SEP {extra})*)?" if extra else '""'))
         self._lines.append(f"{name}s{count}: " + (f"(SEP {extra})*" if extra else '""'))
-        for index, entry in enumerate(shape.entries):
-            pair = f"{_quoted(scalar_text(entry.name))} COLON {self._rule(entry.value)}"
+        for index, entry in enumerate(entries):
+            pair = f"{self._spelling.name(entry.name)} COLON {self._rule(entry.value)}"
             following = f"{name}s{index + 1}"
             for kind, lead in (("f", ""), ("s", "SEP ")):
                 options = [f"{lead}{pair} {following}"]
@@ -173,40 +181,11 @@ class LarkWriter:
                 self._lines.append(f"{name}{kind}{index}: {' | '.join(options)}")
         return f'"{{" {name}f0 "}}"'
 
-    def _texts(self, texts: Texts) -> str:
-        """Return what stands for a string."""
-        if texts.only is not None:
-            return "(" + " | ".join(_quoted(scalar_text(x)) for x in sorted(texts.only)) + ")"
-        if not texts.asked:
-            return self._string(texts.length, texts.without)
-        if any(texts.content.accepts(name.encode()) for name in texts.without):
-            raise refusal(texts.asked[0].pointer, "pattern", _WHERE)
-        schemas = [_schema_of(asked) for asked in texts.asked]
-        whole: dict[str, object] = {"type": "string", "minLength": texts.length.least}
-        if texts.length.most is not None:
-            whole["maxLength"] = texts.length.most
-        if len(schemas) > 1:
-            raise refusal(texts.asked[1].pointer, "pattern", _WHERE)
-        return f"%json {json.dumps(whole | schemas[0])}"
-
-    def _string(self, length: Length, without: Iterable[str] = ()) -> str:
-        character = _CANONICAL_CHARACTER if without else _CHARACTER
-        counted = "*" if length == ANY_LENGTH else _repeat(length)
-        text = f'/"{character}{counted}"/'
-        if without:
-            names = "|".join(_escaped(scalar_text(name).decode()) for name in sorted(without))
-            text += f" & ~/(?:{names})/"
-        return self._terminal("STRING", text)
-
     def _number(self, wanted: NumberRange) -> str:
-        return self._terminal("NUMBER", f"/{_slashes(to_regex(numbers(wanted)))}/")
-
-    def _terminal(self, kind: str, text: str) -> str:
-        return self._terminals.setdefault(text, f"{kind}{len(self._terminals)}")
+        return self._terminals.name("NUMBER", f"/{slashes(to_regex(numbers(wanted)))}/")
 
 
 _NEVER = r"/[^\x00-\u{10FFFF}]/"
-_WHERE = "cannot be enforced in a schema that contains itself, or whose tables would be too large"
 
 
 def lark_of_expression(expression: str) -> str:
@@ -215,34 +194,9 @@ def lark_of_expression(expression: str) -> str:
     expression = expression.removeprefix("^")
     if re.search(r"(?<!\\)(?:\\\\)*\$$", expression):
         expression = expression[:-1]
-    return f"start: /(?:{_slashes(plain_syntax(expression))})/\n"
+    return f"start: /(?:{slashes(plain_syntax(expression))})/\n"
 
 
 def lark_of_choices(choices: Iterable[str]) -> str:
     """Return the grammar of a list of texts."""
-    return f"start: {' | '.join(_quoted(choice.encode()) for choice in choices)}\n"
-
-
-def _schema_of(asked: Matches | HasFormat) -> dict[str, object]:
-    if isinstance(asked, HasFormat):
-        return {"pattern": f"^(?:{expression_of(asked.name)})$"}
-    if not asked.positive:
-        raise refusal(asked.pointer, "pattern", _WHERE)
-    return {"pattern": plain_syntax(asked.pattern)}
-
-
-def _repeat(length: Length) -> str:
-    return f"{{{length.least},{'' if length.most is None else length.most}}}"
-
-
-def _quoted(text: bytes) -> str:
-    return json.dumps(text.decode())
-
-
-def _escaped(text: str) -> str:
-    return _slashes(re.sub(r"([.*+?()\[\]{}|^$&~#\-\\])", r"\\\1", text))
-
-
-def _slashes(expression: str) -> str:
-    """Escape what would end an expression between slashes."""
-    return re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", expression)
+    return f"start: {' | '.join(quoted(choice.encode()) for choice in choices)}\n"

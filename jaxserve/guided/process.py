@@ -15,7 +15,7 @@ from typing import IO
 from jaxserve.errors import SchemaError
 from jaxserve.guided.worker import HEAD_BYTES, Answer, Job, Setup, frame, frame_length
 
-WALL_FACTOR = 10
+WALL_FACTOR = 30
 """Wall time that a job may take, in units of its CPU time: a busy machine is no schema's fault."""
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
@@ -40,14 +40,15 @@ class Worker:
             try:
                 if self._process is None or not self._process.is_running:
                     await self._start()
-                answer = await self._exchange(job)
+                cpu_s = self._setup.cpu_s * job.spec.time_factor
+                answer = await self._exchange(job, cpu_s)
             except BaseException:
                 # Cancelled: an answer would come to whoever asks next.
                 await self.stop()
                 raise
         if answer is None:
             raise SchemaError(
-                f"the grammar takes more than {self._setup.cpu_s:g} s or"
+                f"the grammar takes more than {cpu_s:g} s or"
                 f" {self._setup.memory_bytes} bytes to compile",
                 code="schema_too_complex",
             )
@@ -62,13 +63,13 @@ class Worker:
         if process is not None:
             await asyncio.to_thread(process.end)
 
-    async def _exchange(self, job: Job) -> Answer | None:
+    async def _exchange(self, job: Job, cpu_s: float) -> Answer | None:
         """Send a job and return its answer; None where the process ended over it."""
         process = self._process
         if process is None:
             return None
         try:
-            async with asyncio.timeout(self._setup.cpu_s * WALL_FACTOR):
+            async with asyncio.timeout(cpu_s * WALL_FACTOR):
                 return await asyncio.to_thread(process.ask, frame(job))
         except (TimeoutError, EOFError, OSError):
             await self.stop()

@@ -1,4 +1,4 @@
-"""Specs from what people write: tools in OpenAI's form, and files of grammars to be warmed."""
+"""Specs from files of grammars to be warmed."""
 
 from typing import Any
 
@@ -6,35 +6,6 @@ import orjson
 
 from jaxserve.errors import ConfigError
 from jaxserve.guided.tables import GrammarSpec
-
-
-def tools_schema(tools: Any) -> dict[str, Any]:
-    """Return the schema of a call of one of some tools: {"name": …, "arguments": …}.
-
-    Each tool's parameters are a document of their own: its `$ref`s mean places within it.
-
-    Raises:
-        ValueError: it is not a list of tools of the type "function".
-    """
-    if not isinstance(tools, list) or not tools:
-        raise ValueError("tools must be a list that is not empty")
-    calls = []
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tools[{index}] has no function with a name")
-        parameters = function.get("parameters", {"type": "object", "properties": {}})
-        if isinstance(parameters, dict):
-            parameters = {"$id": f"tool:{index}"} | parameters
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": function["name"]}, "arguments": parameters},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
-    return {"anyOf": calls}
 
 
 def as_source(value: object) -> str:

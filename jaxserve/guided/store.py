@@ -9,6 +9,7 @@ import os
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from jaxserve.guided.tables import Grammar, HostGrammar, TokenTables
 
 MAX_FOLDER_BYTES = 1 << 30
 _SUFFIX = ".grammar"
-_ARRAYS = tuple(TokenTables.__dataclass_fields__)
+_LOOSENED = "loosened"
+_ARRAYS = tuple(name for name in TokenTables.__dataclass_fields__ if name != _LOOSENED)
 
 
 class GrammarStore:
@@ -31,12 +33,13 @@ class GrammarStore:
         try:
             # A file that is broken would stay open otherwise.
             with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                loosened = tuple(map(str, json.loads(str(file[_LOOSENED]))))
                 if "host" in file:
-                    return HostGrammar(**json.loads(str(file["host"])))
-                tables = TokenTables(**{array: file[array] for array in _ARRAYS})
+                    return HostGrammar(**json.loads(str(file["host"])), loosened=loosened)
+                arrays = {array: file[array] for array in _ARRAYS}
+                tables = TokenTables(**arrays, loosened=loosened)
             _check(tables)
-            for array in _ARRAYS:
-                getattr(tables, array).flags.writeable = False
+            tables.freeze()
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             return None
         with contextlib.suppress(OSError):  # whoever may only read it leaves no trace
@@ -48,11 +51,13 @@ class GrammarStore:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                arrays: dict[str, Any] = {_LOOSENED: np.array(json.dumps(grammar.loosened))}
                 if isinstance(grammar, HostGrammar):
                     text = json.dumps({"text": grammar.text, "reason": grammar.reason})
-                    np.savez(file, host=np.array(text))
+                    arrays["host"] = np.array(text)
                 else:
-                    np.savez(file, **{array: getattr(grammar, array) for array in _ARRAYS})
+                    arrays |= grammar.arrays
+                np.savez(file, **arrays)
             os.replace(file.name, self._folder / (name + _SUFFIX))
             self._make_room()
         except OSError:

@@ -95,6 +95,20 @@ def any_string(length: Length = ANY_LENGTH) -> Dfa:
     return quoted(regex.any_text(), length)
 
 
+@lru_cache(maxsize=256)
+def counted(content: Dfa, length: Length = ANY_LENGTH) -> Dfa:
+    """Return the texts of a language over UTF-8 that have a length.
+
+    Raises:
+        AutomatonTooLargeError: counting takes more than MAX_COUNTED_STATES states.
+    """
+    if length == ANY_LENGTH:
+        return content
+    plain = _Writer(content, length).plain()
+    rows, accepting = _counted(content.moves.next_SK, plain, length)
+    return trimmed(Transitions(rows, content.moves.class_of_byte), accepting)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Written:
     """Content as JSON writes it: moves by byte; at `between` states a character may begin."""
@@ -144,8 +158,13 @@ class _Writer:
         self._with_hex = positions <= MAX_HEX_LENGTH and num_between <= MAX_HEX_STATES
         self._with_pairs = positions <= MAX_PAIRS_LENGTH
 
+    def plain(self) -> _Written:
+        """Return the content as it is."""
+        accepting = self._accepting & self._between
+        return _Written(table=self._table, accepting=accepting, between=self._between)
+
     def run(self) -> _Written:
-        """Return the content as it is written."""
+        """Return the content as it is written in JSON."""
         table = self._table.copy()
         table[:, :0x20] = table[:, _QUOTE] = table[:, _BACKSLASH] = DEAD
         for state in np.flatnonzero(self._between).tolist():

@@ -6,8 +6,8 @@ Immutable; any thread.
 
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 START_STATE = 0
 DEAD_STATE = -1
 
-GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
+_SCHEMAS_PER_TIME = 6
+MAX_TIME_FACTOR = 4.0
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "calls"]
 Path = Literal["tables", "host"]
 
 
@@ -25,13 +28,20 @@ class GrammarSpec:
 
     Attributes:
         source: JSON of the schema; the regular expression, matched against the whole text; a JSON
-            list of the choices; the Lark grammar; "" for json_object.
+            list of the choices; the Lark grammar; "" for json_object; a `calls.CallsSource`.
         compact: no space after `,` and `:`; else one is allowed. JSON kinds only.
+        num_schemas: that it is made of; compiling many may take longer than compiling one.
     """
 
     kind: GrammarKind
     source: str = ""
     compact: bool = False
+    num_schemas: int = field(default=1, compare=False)
+
+    @property
+    def time_factor(self) -> float:
+        """How many times a usual grammar's CPU time compiling it may take."""
+        return min(1 + (self.num_schemas - 1) / _SCHEMAS_PER_TIME, MAX_TIME_FACTOR)
 
     @property
     def digest(self) -> str:
@@ -68,6 +78,7 @@ class TokenTables:
         forced_byte_S: int16, the only byte that can follow, or -1 where the text may end or more
             than one byte can follow.
         forced_next_S: int16, the state after that byte, or -1.
+        loosened: names of tools whose calls are well formed, and no more, though more was asked.
     """
 
     class_of_V: NDArray[np.uint16]
@@ -77,6 +88,18 @@ class TokenTables:
     accepting_S: NDArray[np.bool_]
     forced_byte_S: NDArray[np.int16]
     forced_next_S: NDArray[np.int16]
+    loosened: tuple[str, ...] = ()
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the arrays by name."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
+
+    def freeze(self) -> None:
+        """Let nobody write to the arrays."""
+        for array in self.arrays.values():
+            array.setflags(write=False)
 
     @property
     def stats(self) -> GrammarStats:
@@ -115,10 +138,12 @@ class HostGrammar:
     Attributes:
         text: the grammar in llguidance's form, JSON.
         reason: why it has no tables.
+        loosened: as in TokenTables.
     """
 
     text: str
     reason: str
+    loosened: tuple[str, ...] = ()
 
 
 Grammar = TokenTables | HostGrammar

@@ -65,8 +65,7 @@ def token_tables(
         forced_byte_S=forced_byte_S,
         forced_next_S=forced_next_S,
     )
-    for name in TokenTables.__dataclass_fields__:
-        getattr(tables, name).flags.writeable = False
+    tables.freeze()
     return tables
 
 
@@ -107,8 +106,13 @@ class _Maps:
 
     def rows(self, numbers: NDArray[np.int32]) -> NDArray[np.int16]:
         """Return the maps of some numbers, int16 [C, S]."""
-        found = np.stack([self._index_rows[number] for number in numbers.tolist()])
-        return np.where(found == self._move_KS.shape[1] - 1, DEAD, found).astype(np.int16)
+        num_states = self._move_KS.shape[1] - 1
+        rows_CS = np.empty((len(numbers), num_states), np.int16)
+        for row_S, number in zip(rows_CS, numbers.tolist(), strict=True):
+            index_S = self._index_rows[number]
+            row_S[:] = index_S
+            row_S[index_S == num_states] = DEAD
+        return rows_CS
 
     def _follow(self, maps_N: NDArray[np.int32], classes_N: NDArray[np.intp]) -> NDArray[np.int32]:
         made = self._made[maps_N, classes_N]

@@ -89,6 +89,13 @@ class GrammarVocabulary:
         return hashed.hexdigest()
 
     @cached_property
+    def is_text_V(self) -> NDArray[np.bool_]:
+        """Which ids stand for text, bool [V]."""
+        is_text_V = np.array([bool(text) for text in self.token_bytes], np.bool_)
+        is_text_V[list(self.marks)] = False
+        return is_text_V
+
+    @cached_property
     def spells_all_bytes(self) -> bool:
         """Whether any text at all can be written, byte by byte if need be."""
         single = {text for text in self.token_bytes if len(text) == 1}

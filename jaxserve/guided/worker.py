@@ -87,7 +87,7 @@ def main() -> None:
     _send(answers, Answer(0.0))
     while isinstance(job := _receive(jobs), Job):
         # Its default action ends the process, also in the midst of a library's work.
-        signal.setitimer(signal.ITIMER_PROF, setup.cpu_s)
+        signal.setitimer(signal.ITIMER_PROF, setup.cpu_s * job.spec.time_factor)
         answer = _work(job, setup.vocabulary, store)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(answers, answer)

@@ -42,18 +42,28 @@ class TurnPlan:
 
     Attributes:
         reasoning_fields: where thoughts are told; none: they are not.
+        thinks: the model is asked to think.
         thought_budget: most tokens of thoughts; None: no limit.
+        strict_by_default: arguments of calls fit the schemas of tools that do not say so.
     """
 
     model: ServedModel
     tool_use: ToolUse
     reasoning_fields: Sequence[str]
+    thinks: bool = False
     thought_budget: int | None = None
+    strict_by_default: bool = True
 
     @cached_property
     def markers(self) -> Markers | None:
         """The control tokens of turns, where the model has them."""
         return Markers.find(self.model.tokenizer)
+
+    def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
+        """Tell whether a prompt ends within a thought."""
+        return self.markers is not None and self.markers.is_in_thought(
+            prompt_ids, self.model.tokenizer.special_ids
+        )
 
     @cached_property
     def _tools(self) -> OfferedTools:

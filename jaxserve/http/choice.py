@@ -70,10 +70,12 @@ class ChoiceText:
         turn: TurnParser | None = None,
         max_calls: int | None = None,
         tells_limit: bool = False,
+        tells_calls: bool = True,
     ) -> None:
         """`offset` is the length of the text that precedes the choice's own.
 
         `turn` splits what is more than content; `max_calls` and `tells_limit` are a ToolUse's.
+        `tells_calls`: that it ends with calls is told as the reason of its end.
         """
         self._detokenizer = Detokenizer(
             model.tokenizer, skip_special_tokens=options.skip_special_tokens
@@ -90,6 +92,7 @@ class ChoiceText:
         self._turn = turn
         self._max_calls = max_calls
         self._tells_limit = tells_limit
+        self._tells_calls = tells_calls
         self._loop = None if options.repetition is None else LoopDetector(options.repetition)
         self.cut_by: CutBy | None = None
         self.call_ids: list[str] = []
@@ -114,6 +117,11 @@ class ChoiceText:
     def is_whole(self) -> bool:
         """Whether its last id is the last of a call, or of all that the model had to say."""
         return not self.is_stopped or self.cut_by in ("calls", "max_tool_calls")
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether calls are why it ends."""
+        return self._tells_calls and self.num_calls > 0
 
     @property
     def num_thought_tokens(self) -> int:

@@ -17,12 +17,14 @@ class HttpConfig:
             prompts.
         remembers_turns: what the model said stays the ids that it was when it comes back.
         reasoning_fields: fields of an answer that tell the model's thoughts.
+        strict_tools: arguments of calls fit the schemas of tools that do not say so.
         heartbeat_s: a silent stream carries a comment this often; 0: never.
     """
 
     max_body_bytes: int = 32 << 20
     dropped_from_system: tuple[str, ...] = ()
     remembers_turns: bool = True
+    strict_tools: bool = True
     heartbeat_s: float = 15.0
     trust_request_chat_template: bool = False
     reasoning_fields: tuple[str, ...] = ("reasoning", "reasoning_content")

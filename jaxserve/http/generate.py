@@ -14,21 +14,22 @@ from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Generation, Generator
-from jaxserve.http.grammars import guide, prepare
+from jaxserve.http.grammars import Grammars, guidance, guide
+from jaxserve.http.guidance import AnswerGrammar, answer_grammar, forced_closers
 from jaxserve.http.middleware import SUMMARY
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.scores import ToldPrompts, check_scores
 from jaxserve.http.sequences import plan_sequences
 from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
-from jaxserve.http.thought_budget import ThoughtBudget
+from jaxserve.http.thought_budget import ThoughtBudget, closers
 from jaxserve.metrics import Metrics
 from jaxserve.openai.fields import Name
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
 from jaxserve.openai.responses import Answer
 from jaxserve.text.stop_strings import StopAutomaton
-from jaxserve.types import GenerationRequest
+from jaxserve.types import GenerationRequest, Grammar, Guidance
 
 _SESSION_HEADER = "X-Session-ID"
 
@@ -53,25 +54,24 @@ async def generate(
     """
     request_id = logs.request_id.get()
     check_scores(prompts, options, kind)
-    grammar = None
-    if options.grammar is not None:
-        grammar = await prepare(
-            model.grammars, options.grammar, stop_token_ids=options.stop_token_ids
-        )
     id_lists = [prompt.token_ids for prompt in prompts]
     requests = plan_sequences(
         id_lists, options, model, kind, request_id=request_id, session=session_of(options, http)
     )
+    if turns is not None:
+        requests = [turns.fit(request) for request in requests]
+    grammars = model.grammars and model.grammars.stopping_at(options.stop_token_ids)
+    grammar = await answer_grammar(grammars, options.grammar, turns, id_lists[0])
     if grammar is not None:
         requests = guide(
             requests,
-            grammar,
+            grammar.whole,
             model.end_token_ids,
             ensures_complete=options.ensure_complete,
         )
+        metrics.observe_loosened(len(grammar.whole.loosened))
     if turns is not None:
-        engine = _limited(engine, turns)
-        requests = [turns.fit(request) for request in requests]
+        engine = await _limited(engine, turns, requests[0], grammars, grammar, options)
     stop = StopAutomaton(options.stop)
     choices, scores = [], []
     for first in range(0, len(requests), options.n):
@@ -91,6 +91,7 @@ async def generate(
                 turn=None if turns is None else turns.parser(request, options),
                 max_calls=None if turns is None else turns.tool_use.max_calls,
                 tells_limit=turns is not None and turns.tool_use.tells_limit,
+                tells_calls=turns is None or not turns.tool_use.is_named,
             )
             for request in requests[first : first + options.n]
         ]
@@ -102,7 +103,7 @@ async def generate(
         n=options.n,
         return_token_ids=options.return_token_ids,
     )
-    spelling = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
+    logprobs = LogprobsWriter(spelling=model.tokenizer, as_ids=options.tokens_as_ids)
     generation = Generation(
         engine,
         requests,
@@ -118,8 +119,8 @@ async def generate(
         choices=choices,
         echoes=echoes,
         options=options,
-        logprobs=spelling,
-        told=ToldPrompts(prompts, echoes, scores, options=options, answer=answer, writer=spelling),
+        logprobs=logprobs,
+        told=ToldPrompts(prompts, echoes, scores, options=options, answer=answer, writer=logprobs),
         turns=turns,
     )
 
@@ -137,19 +138,38 @@ async def generate(
     return Response(body, media_type="application/json")
 
 
-def _limited(engine: Generator, turns: TurnPlan) -> Generator:
+async def _limited(
+    engine: Generator,
+    turns: TurnPlan,
+    request: GenerationRequest,
+    grammars: Grammars | None,
+    grammar: AnswerGrammar | None,
+    options: GenerationOptions,
+) -> Generator:
     """Return an engine that keeps to the budget of thoughts, where there is one."""
+    model, markers = turns.model, turns.markers
     if turns.thought_budget is None:
         return engine
-    if turns.markers is None:
+    if markers is None:
         raise InvalidRequestError(
             "thinking_token_budget: this model does not think", param="thinking_token_budget"
         )
+
+    def guided(by: Grammar) -> Guidance:
+        end_ids, ensures = request.sampling.stop_token_ids, options.ensure_complete
+        return guidance(by, end_ids, model.end_token_ids, ensures_complete=ensures)
+
+    forced: dict[tuple[int, ...], Grammar] = {}
+    if options.logprobs is not None or options.prompt_logprobs is not None:
+        both = closers(markers, model.tokenizer)
+        forced = await forced_closers(grammars, grammar, both)
     return ThoughtBudget(
         engine=engine,
         num_tokens=turns.thought_budget,
-        markers=turns.markers,
-        tokenizer=turns.model.tokenizer,
+        markers=markers,
+        tokenizer=model.tokenizer,
+        guidance=None if grammar is None else guided(grammar.behind_thought),
+        forced={ids: guided(by) for ids, by in forced.items()},
     )
 
 

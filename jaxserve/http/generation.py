@@ -239,7 +239,7 @@ class Generation:
             )
         else:
             reason = "length" if choice.is_muted else event.reason
-        if reason == "stop" and choice.num_calls:
+        if reason == "stop" and choice.ends_in_calls:
             reason = "tool_calls"
         self._reasons[index] = choice.cut_by or reason
         if self._on_answer is not None:

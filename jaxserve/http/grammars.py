@@ -3,28 +3,34 @@
 Event loop only; the work is done elsewhere, by the compiler or a worker thread.
 """
 
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from threading import Lock
 from typing import Protocol
 
 import anyio.to_thread
+import numpy as np
 
 from jaxserve.device.arena import distances, pack
 from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
 from jaxserve.guided import tables as guided
-from jaxserve.guided.checking import TextChecker, describe_bytes
+from jaxserve.guided.checking import TextChecker
 from jaxserve.guided.forced import canonical
-from jaxserve.guided.guide import MatcherGuide, TablesGuide
+from jaxserve.guided.guide import ForcedGuide, MatcherGuide, OpenedGuide, TablesGuide
 from jaxserve.guided.host import HostMatcher, HostTokenizer
+from jaxserve.guided.triggered import Forced, Opening, Thought, anything, opened
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from jaxserve.openai.guided import GrammarRequest
-from jaxserve.types import GenerationRequest, Grammar, Guidance
+from jaxserve.types import GenerationRequest, Grammar, Guidance, Guide
 
-_MAX_KEPT_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
+
+_MAX_KEPT_BYTES = 512 << 20
+_HOST_GRAMMAR_BYTES = 1 << 20
 
 
 class Compiler(Protocol):
@@ -65,26 +71,44 @@ class Grammars:
         self._vocab_size = vocab_size
         self._arena_rows = arena_rows
         self._kept: OrderedDict[str, Grammar] = OrderedDict()
-        self._host_tokenizer: HostTokenizer | None = None
-        self._host_lock = Lock()
+        self._host_tokenizer = _HostTokenizer(vocabulary)
+        self._stops: list[int] = []
 
-    async def prepare(
-        self, spec: guided.GrammarSpec, *, stop_token_ids: Collection[int] = ()
-    ) -> Grammar:
-        """Compile a grammar, or find it.
+    @property
+    def marks(self) -> Mapping[int, str]:
+        """By id, the characters that stand for control tokens."""
+        return self._vocabulary.marks
 
-        What is text of the grammar and would stop the request is never the only token allowed,
-        unless the grammar has no other there.
+    def stopping_at(self, token_ids: Collection[int]) -> "Grammars":
+        """Return these grammars for a request that some ids stop.
+
+        What is text of a grammar and would stop the request is never the only token allowed, unless
+        the grammar has no other there.
+        """
+        stopping = copy(self)
+        stopping._stops = sorted(filter(self._vocabulary.is_text, token_ids))
+        return stopping
+
+    async def prepare(self, spec: guided.GrammarSpec | None, *openings: Opening) -> Grammar:
+        """Compile a grammar, or find it; None: anything.
+
+        `openings` go before it, and each before those that it follows here.
 
         Raises:
             SchemaError: it can't be enforced.
         """
-        stops = sorted(filter(self._vocabulary.is_text, stop_token_ids))
-        key = f"{spec.digest}{stops}" if stops else spec.digest
+        key = " ".join(map(str, [spec.digest if spec else "anything", *openings, *self._stops]))
         grammar = self._kept.get(key)
         if grammar is None:
-            compiled = await self._compiler.compile(spec)
-            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled, stops)
+            compiled: guided.Grammar = anything(self._vocab_size)
+            if spec is not None:
+                compiled = await self._compiler.compile(spec)
+            grammar = await anyio.to_thread.run_sync(self._lay_out, key, compiled, openings)
+            if grammar.loosened:
+                logger.warning(
+                    "calls of some tools are held to their syntax, but not to their schemas: %s",
+                    ", ".join(grammar.loosened),
+                )
         self._kept[key] = grammar
         self._kept.move_to_end(key)
         while len(self._kept) > 1 and sum(map(_num_bytes, self._kept.values())) > _MAX_KEPT_BYTES:
@@ -99,8 +123,15 @@ class Grammars:
         """End the compiler."""
         await self._compiler.close()
 
-    async def check(self, spec: guided.GrammarSpec, texts: Sequence[str]) -> dict[str, object]:
+    async def check(
+        self,
+        spec: guided.GrammarSpec,
+        texts: Sequence[str],
+        controls: Mapping[str, int] | None = None,
+    ) -> dict[str, object]:
         """Tell what a grammar compiles to, and what it says of texts.
+
+        `controls` are control tokens that may be spelled out in the texts.
 
         Raises:
             SchemaError: it can't be enforced.
@@ -118,87 +149,121 @@ class Grammars:
         else:
             report |= compiled.stats._asdict()
             report["min_tokens"] = grammar.min_tokens
+        if compiled.loosened:
+            report["loosened"] = compiled.loosened
         if texts:
             # It has compiled for the model within its limits, and does so sooner for bytes.
-            report["texts"] = await anyio.to_thread.run_sync(_judge, spec, compiled, texts)
+            marks = {each: self.marks[token_id] for each, token_id in (controls or {}).items()}
+            report["texts"] = await anyio.to_thread.run_sync(
+                lambda: _judge(TextChecker.of(spec, compiled, marks), texts)
+            )
         return report
 
-    def _lay_out(self, key: str, compiled: guided.Grammar, stops: Sequence[int]) -> Grammar:
+    def _lay_out(self, key: str, compiled: guided.Grammar, openings: Sequence[Opening]) -> Grammar:
+        num_words = -(-max(self._vocab_size, self._vocabulary.size) // 32)
+        start: Callable[[], Guide]
         if isinstance(compiled, guided.HostGrammar):
-            matcher = HostMatcher(self._tokenizer_of_host(), compiled)
-            num_words = -(-max(self._vocab_size, self._vocabulary.size) // 32)
-            return Grammar(start=lambda: MatcherGuide(matcher.copy(), num_words=num_words))
-        tables, forced_id_S = canonical(compiled, self._encode, never=stops)
+            matcher = HostMatcher(self._host_tokenizer.get(), compiled)
+
+            def start_matcher() -> Guide:
+                return MatcherGuide(matcher.copy(), num_words=num_words)
+
+            start = self._opened_start(start_matcher, openings, num_words)
+            return Grammar(start=start, loosened=compiled.loosened)
+        opened_tables = compiled
+        try:
+            for opening in openings:
+                opened_tables = opened(
+                    opened_tables,
+                    opening,
+                    vocab_size=self._vocab_size,
+                    is_text_V=self._vocabulary.is_text_V,
+                )
+        except ValueError:
+            # There are too many states for one more.
+            start = self._opened_start(lambda: TablesGuide(compiled), openings, num_words)
+            return Grammar(start=start, loosened=compiled.loosened)
+        tables, forced_id_S = canonical(opened_tables, self._encode, never=self._stops)
         distance_S = distances(tables)
         # One row of the arena is the header's, one the end ids'.
         return Grammar(
             start=lambda: TablesGuide(tables, distance_S, forced_id_S),
-            image=pack(tables, key, self._vocab_size, self._arena_rows - 2),
+            image=pack(tables, key, self._vocab_size, self._arena_rows - 2, distance_S),
             min_tokens=int(distance_S[guided.START_STATE]),
+            loosened=compiled.loosened,
         )
 
-    def _tokenizer_of_host(self) -> HostTokenizer:
-        with self._host_lock:
-            if self._host_tokenizer is None:
-                self._host_tokenizer = HostTokenizer(self._vocabulary)
-            return self._host_tokenizer
+    def _opened_start(
+        self, start: Callable[[], Guide], openings: Sequence[Opening], num_words: int
+    ) -> Callable[[], Guide]:
+        for opening in openings:
+            start = self._behind(start, opening, num_words)
+        return start
+
+    def _behind(
+        self, start: Callable[[], Guide], opening: Opening, num_words: int
+    ) -> Callable[[], Guide]:
+        if isinstance(opening, Forced):
+            return lambda: ForcedGuide(start, opening, num_words)
+        is_free_V = np.ones(self._vocab_size, np.bool_)
+        if isinstance(opening, Thought):
+            is_free_V = self._vocabulary.is_text_V
+        free_words = np.zeros(num_words, np.uint32)
+        packed = np.packbits(is_free_V, bitorder="little")
+        free_words.view(np.uint8)[: len(packed)] = packed
+        return lambda: OpenedGuide(start, opening, free_words)
+
+
+class _HostTokenizer:
+    """The tokenizer of grammars on the host, which takes seconds to make: once, when needed."""
+
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._made: HostTokenizer | None = None
+        self._lock = Lock()
+
+    def get(self) -> HostTokenizer:
+        """Return it. Any thread."""
+        with self._lock:
+            if self._made is None:
+                self._made = HostTokenizer(self._vocabulary)
+            return self._made
 
 
 def _num_bytes(grammar: Grammar) -> int:
-    return 0 if grammar.image is None else grammar.image.rows_NR.nbytes
+    """Count about what a grammar takes: as tables and as the device has them, or on the host."""
+    return _HOST_GRAMMAR_BYTES if grammar.image is None else 2 * grammar.image.rows_NR.nbytes
 
 
-def _judge(
-    spec: guided.GrammarSpec, compiled: guided.Grammar, texts: Sequence[str]
-) -> list[dict[str, object]]:
-    checker = TextChecker.of(spec, compiled)
+def _judge(checker: TextChecker, texts: Sequence[str]) -> list[dict[str, object]]:
     verdicts: list[dict[str, object]] = []
     for text in texts:
         verdict = checker.judge(text.encode())
         report: dict[str, object] = {"accepted": verdict.accepted, "offset": verdict.offset}
         if not verdict.accepted:
-            report["allowed"] = describe_bytes(verdict.allowed, may_end=verdict.may_end)
+            report["allowed"] = verdict.expected
         verdicts.append(report)
     return verdicts
 
 
-async def prepare(
-    grammars: Grammars | None, request: GrammarRequest, *, stop_token_ids: Collection[int] = ()
-) -> Grammar:
-    """Compile what a request asks for, that may stop at some ids; errors name the field.
+def of_model(grammars: Grammars | None, param: str) -> Grammars:
+    """Return what a field needs.
 
     Raises:
-        SchemaError: it can't be enforced.
         UnsupportedFieldError: this server has no grammars.
     """
-    with _naming(request):
-        grammars = _of_model(grammars, request)
-        return await grammars.prepare(request.spec, stop_token_ids=stop_token_ids)
-
-
-async def check(
-    grammars: Grammars | None, request: GrammarRequest, texts: Sequence[str]
-) -> dict[str, object]:
-    """Tell of a grammar and of texts; raises what `prepare` does."""
-    with _naming(request):
-        return await _of_model(grammars, request).check(request.spec, texts)
-
-
-def _of_model(grammars: Grammars | None, request: GrammarRequest) -> Grammars:
     if grammars is None:
-        raise UnsupportedFieldError(
-            f"{request.param} is not supported by this server.", param=request.param
-        )
+        raise UnsupportedFieldError(f"{param} is not supported by this server.", param=param)
     return grammars
 
 
 @contextmanager
-def _naming(request: GrammarRequest) -> Iterator[None]:
+def naming(param: str) -> Iterator[None]:
     """Let errors of a grammar name the field that it came in."""
     try:
         yield
     except SchemaError as error:
-        error.param = request.param
+        error.param = param
         raise
 
 
@@ -216,17 +281,28 @@ def guide(
     """
     if ensures_complete:
         _check_budget(requests, grammar)
-    # What ignores all ends still has to be told that the text is over.
     guidances = {
-        ids: Guidance(
-            grammar=grammar, end_ids=ids or model_end_ids, ensures_complete=ensures_complete
-        )
+        ids: guidance(grammar, ids, model_end_ids, ensures_complete=ensures_complete)
         for ids in {request.sampling.stop_token_ids for request in requests}
     }
     return [
         replace(request, guidance=guidances[request.sampling.stop_token_ids])
         for request in requests
     ]
+
+
+def guidance(
+    grammar: Grammar,
+    end_ids: frozenset[int],
+    model_end_ids: frozenset[int],
+    *,
+    ensures_complete: bool,
+) -> Guidance:
+    """Return how a grammar guides what ends with some ids."""
+    # What ignores all ends still has to be told that the text is over.
+    return Guidance(
+        grammar=grammar, end_ids=end_ids or model_end_ids, ensures_complete=ensures_complete
+    )
 
 
 def _check_budget(requests: Sequence[GenerationRequest], grammar: Grammar) -> None:

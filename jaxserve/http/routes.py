@@ -20,7 +20,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
-from jaxserve.http.grammars import check
+from jaxserve.http.guidance import check_grammar
 from jaxserve.http.middleware import header_request_id
 from jaxserve.http.prompts import (
     Echo,
@@ -111,7 +111,9 @@ class Endpoints:
                 model=model,
                 tool_use=request.tool_use,
                 reasoning_fields=self._config.reasoning_fields if request.tells_reasoning else (),
+                thinks=request.conversation.is_thinking,
                 thought_budget=request.thought_budget,
+                strict_by_default=self._config.strict_tools,
             ),
             on_answer=partial(self._note_answer, request, model),
         )
@@ -234,7 +236,7 @@ class Endpoints:
         model = self._loaded_model()
         request = parse_grammar_check(await self._body(http))
         _accept(request.model, None, http, model)
-        return _json(await check(model.grammars, request.grammar, request.texts))
+        return _json(await check_grammar(request, model))
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""

@@ -8,8 +8,8 @@ penalties, which begin anew. Event loop only.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from jaxserve.errors import OverloadedError, UnavailableError
@@ -20,6 +20,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.types import (
     EndedBy,
     GenerationRequest,
+    Guidance,
     OutputEvent,
     RequestFailed,
     RequestFinished,
@@ -31,21 +32,27 @@ from jaxserve.types import (
 class ThoughtBudget:
     """An engine whose sequences think for `num_tokens` tokens, at most, behind the opening marker.
 
-    The tokens of all thoughts of a sequence are counted together. Log-probabilities are not served:
-    the closing marker has none.
+    The tokens of all thoughts of a sequence are counted together.
+
+    Attributes:
+        guidance: holds of what follows; None: what held before.
+        forced: by the ids that close a thought, what has them sampled, so that they have
+            log-probabilities; without it they are part of the next sequence's prompt.
     """
 
     engine: Generator
     num_tokens: int
     markers: Markers
     tokenizer: Tokenizer
+    guidance: Guidance | None = None
+    forced: Mapping[tuple[int, ...], Guidance] = field(default_factory=dict)
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[EventStream]:
         """Queue all sequences, or raise as the engine does."""
         closers = [self._closer_of(request) for request in requests]
         streams = self.engine.submit(
             [
-                self.continued(request, closer) if closer else request
+                self._closed(request, closer) if closer else request
                 for request, closer in zip(requests, closers, strict=True)
             ]
         )
@@ -53,19 +60,17 @@ class ThoughtBudget:
 
     def is_in_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Tell whether a prompt ends within a thought."""
-        special = self.tokenizer.special_ids
-        last = next((i for i in reversed(prompt_ids) if i in special), None)
-        return last == self.markers.thought_start
+        return self.markers.is_in_thought(prompt_ids, self.tokenizer.special_ids)
 
     def closer(self, last_id: int) -> tuple[int, ...]:
         """Return the ids that end a thought behind an id: with a new line, as templates do."""
+        bare, with_newline = closers(self.markers, self.tokenizer)
         piece = self.tokenizer.piece(last_id)
-        if isinstance(piece, str) and piece.endswith("\n"):
-            return (self.markers.thought_end,)
-        newline = self.tokenizer.encode("\n", add_special_tokens=False)
-        return (*newline, self.markers.thought_end)
+        return bare if isinstance(piece, str) and piece.endswith("\n") else with_newline
 
-    def continued(self, request: GenerationRequest, ids: Sequence[int]) -> GenerationRequest:
+    def continued(
+        self, request: GenerationRequest, ids: Sequence[int], guidance: Guidance | None
+    ) -> GenerationRequest:
         """Return what goes on behind ids, which are fewer than the request may have."""
         sampling = request.sampling
         return replace(
@@ -76,8 +81,17 @@ class ThoughtBudget:
                 with_ban(sampling, self.markers.thought_start),
                 max_tokens=sampling.max_tokens - len(ids),
                 min_tokens=max(0, sampling.min_tokens - len(ids)),
+                num_prompt_logprobs=None,
             ),
+            guidance=guidance or request.guidance,
         )
+
+    def _closed(self, request: GenerationRequest, closer: tuple[int, ...]) -> GenerationRequest:
+        """Return a request whose prompt has opened a thought, with that closed."""
+        if not self.forced:
+            return self.continued(request, closer, self.guidance)
+        sampling = with_ban(request.sampling, self.markers.thought_start)
+        return replace(request, sampling=sampling, guidance=self.forced[closer])
 
     def _closer_of(self, request: GenerationRequest) -> tuple[int, ...]:
         """Return what closes a thought that the prompt has opened and that may not begin."""
@@ -85,6 +99,12 @@ class ThoughtBudget:
             return ()
         closer = self.closer(request.prompt_ids[-1])
         return closer if len(closer) < request.sampling.max_tokens else ()
+
+
+def closers(markers: Markers, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that can end a thought: the marker, and a new line with it."""
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    return (markers.thought_end,), (*newline, markers.thought_end)
 
 
 class _Stream:
@@ -102,14 +122,15 @@ class _Stream:
         self._stream = stream
         self._events = aiter(stream)
         self._next: EventStream | None = None
-        self._ids = [*closer]
+        told = () if budget.forced else closer
+        self._ids = [*told]
         self._ready: deque[OutputEvent] = deque()
         self._is_in_thought = budget.is_in_thought(request.prompt_ids) and not closer
         self._num_left = budget.num_tokens
         self._is_aborted = False
         self._finished: RequestFinished | None = None
-        if closer:
-            self._ready.append(TokenOutput(request.request_id, closer))
+        if told:
+            self._ready.append(TokenOutput(request.request_id, told))
 
     def __aiter__(self) -> Self:
         return self
@@ -148,10 +169,14 @@ class _Stream:
             self._ids.append(token_id)
             if self._is_to_close(token_id):
                 closer = self._switch(token_id)
-                if closer:
+                if closer is not None:
                     self._ids += closer
                     self._is_in_thought = False
-                    return replace(event, token_ids=(*event.token_ids[:count], *closer))
+                    return replace(
+                        event,
+                        token_ids=(*event.token_ids[:count], *closer),
+                        logprobs=event.logprobs[:count],
+                    )
         return event
 
     def _is_to_close(self, token_id: int) -> bool:
@@ -165,20 +190,25 @@ class _Stream:
         is_end = token_id in self._request.sampling.stop_token_ids
         return self._is_in_thought and self._num_left <= 0 and not is_end
 
-    def _switch(self, last_id: int) -> tuple[int, ...]:
+    def _switch(self, last_id: int) -> tuple[int, ...] | None:
         """Begin the sequence that goes on; returns the ids that close the thought.
 
-        Where the engine takes no further sequence, or nothing could follow, the thought goes on.
+        None of them where it is to sample them itself. Returns None where the engine takes no
+        further sequence, or nothing could follow: the thought goes on.
         """
-        closer = self._budget.closer(last_id)
+        budget = self._budget
+        closer = budget.closer(last_id)
         num_left = self._request.sampling.max_tokens - len(self._ids) - len(closer)
         if self._is_aborted or num_left < 1 or self._finished is not None:
-            return ()
-        request = self._budget.continued(self._request, [*self._ids, *closer])
+            return None
+        guidance = budget.guidance
+        if budget.forced:
+            closer, guidance = (), budget.forced[closer]
+        request = budget.continued(self._request, [*self._ids, *closer], guidance)
         try:
-            [self._next] = self._budget.engine.submit([request])
+            [self._next] = budget.engine.submit([request])
         except (OverloadedError, UnavailableError):
-            return ()
+            return None
         self._stream.abort("stop")
         return closer
 

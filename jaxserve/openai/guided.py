@@ -55,22 +55,22 @@ class _JsonSchema:
                     code="invalid_schema",
                 ) from error
         if not isinstance(value, bool):
-            _refuse_inexact(Mapped()(value, path), path)
+            refuse_inexact(Mapped()(value, path), path)
         return as_source(value)
 
     def schema(self) -> Schema:
         return {"anyOf": [{"type": kind} for kind in ("object", "boolean", "string")]}
 
 
-def _refuse_inexact(value: object, path: str, *, is_literal: bool = False) -> None:
+def refuse_inexact(value: object, path: str, *, is_literal: bool = False) -> None:
     """Refuse values to be written as they are that reading has rounded: integers over 64 bits."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             is_inside = is_literal or key in ("const", "enum")
-            _refuse_inexact(entry, f"{path}.{key}", is_literal=is_inside)
+            refuse_inexact(entry, f"{path}.{key}", is_literal=is_inside)
     elif isinstance(value, list):
         for i, entry in enumerate(value):
-            _refuse_inexact(entry, f"{path}[{i}]", is_literal=is_literal)
+            refuse_inexact(entry, f"{path}[{i}]", is_literal=is_literal)
     elif is_literal and isinstance(value, float) and abs(value) >= _LARGEST_EXACT:
         raise InvalidRequestError(
             f"{path} is {value:g}; integers of more than 64 bits are not read exactly.",

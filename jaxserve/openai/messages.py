@@ -97,6 +97,11 @@ class Conversation:
     thinks: bool | None
 
     @property
+    def is_thinking(self) -> bool:
+        """Whether it asks the model to think; a template may do so by itself."""
+        return self.thinks or bool(self.template_kwargs.get(THINKING))
+
+    @property
     def takes_long(self) -> bool:
         """Whether the length of its text does not tell how long rendering may take."""
         return bool(

@@ -3,7 +3,7 @@
 Knows neither tokens nor the model: what depends on them is checked where the prompt is made.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
 from jaxserve.openai.fields import (
@@ -35,7 +35,7 @@ from jaxserve.openai.options import (
     read_options,
 )
 from jaxserve.openai.tool_calls import keep_exact_arguments
-from jaxserve.openai.tools import CHOICE_FIELDS, ToolUse, read_tool_use
+from jaxserve.openai.tools import CHOICE_FIELDS, TOOLS, ToolUse, read_tool_use
 from jaxserve.types import MAX_LOGPROBS
 
 MAX_TOKEN_IDS = 1 << 19
@@ -101,10 +101,11 @@ _PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarCheckRequest:
-    """POST /v1/grammar/check."""
+    """POST /v1/grammar/check: a grammar or, where that is None, calls that have to be made."""
 
     model: str | None
-    grammar: GrammarRequest
+    grammar: GrammarRequest | None
+    tool_use: ToolUse
     texts: tuple[str, ...]
 
 
@@ -165,7 +166,7 @@ _THOUGHT_BUDGET: Field[int | None] = Field(
     "thinking_token_budget",
     Integer(-1, LARGEST_BUDGET),
     None,
-    "most tokens of the model's thoughts, which are closed then; -1: no limit; not with logprobs",
+    "most tokens of the model's thoughts, which are closed then; -1: no limit",
 )
 CHAT_FIELDS = table(
     (
@@ -245,7 +246,7 @@ DETOKENIZE_FIELDS = table((MODEL, _TOKENS))
 _TEXTS: Field[tuple[str, ...]] = Field(
     "texts", ListOf(Text(max_length=MAX_CHECKED_CHARS), max_items=MAX_CHECKED), (), "to be judged"
 )
-GRAMMAR_CHECK_FIELDS = table((MODEL, *GRAMMAR_FIELDS, _TEXTS))
+GRAMMAR_CHECK_FIELDS = table((MODEL, *GRAMMAR_FIELDS, TOOLS, *CHOICE_FIELDS, _TEXTS))
 
 
 _SESSION = Field(
@@ -277,26 +278,14 @@ def _chat_completion(value: object) -> ChatCompletionRequest:
         logprobs=(top or 0) if values[_CHAT_LOGPROBS] else None,
         echo=values[_CHAT_ECHO],
     )
+    budget = values[_THOUGHT_BUDGET]
     return ChatCompletionRequest(
         conversation=read_conversation(values),
         tool_use=read_tool_use(values),
         tells_reasoning=values[_INCLUDE_REASONING],
-        thought_budget=_read_thought_budget(values, options),
+        thought_budget=None if budget is None or budget < 0 else budget,
         options=options,
     )
-
-
-def _read_thought_budget(values: Values, options: GenerationOptions) -> int | None:
-    budget = values[_THOUGHT_BUDGET]
-    if budget is None or budget < 0:
-        return None
-    if options.logprobs is not None or options.prompt_logprobs is not None:
-        raise InvalidRequestError(
-            "thinking_token_budget goes with neither logprobs nor prompt_logprobs: the marker that"
-            " closes a thought has none",
-            param="thinking_token_budget",
-        )
-    return budget
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -389,11 +378,20 @@ def _is_chat(value: object) -> bool:
 def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
     """Read the body of a grammar check; raises InvalidRequestError naming the field."""
     values: Values = read_object(decode_json(body), "", GRAMMAR_CHECK_FIELDS)
-    grammar = read_grammar(values)
-    if grammar is None:
+    grammar, tool_use = read_grammar(values), read_tool_use(values)
+    if grammar is None and not tool_use.offered:
         raise InvalidRequestError(
-            "a grammar is required, such as a response_format.",
+            "a grammar is required, such as a response_format, or tools.",
             param="response_format",
             code="missing_required_parameter",
         )
-    return GrammarCheckRequest(model=values[MODEL], grammar=grammar, texts=values[_TEXTS])
+    if grammar is not None and tool_use.offered:
+        raise InvalidRequestError(
+            f"{grammar.param} and tools are two grammars; one is checked.", param="tools"
+        )
+    return GrammarCheckRequest(
+        model=values[MODEL],
+        grammar=grammar,
+        tool_use=replace(tool_use, must_call=True),
+        texts=values[_TEXTS],
+    )

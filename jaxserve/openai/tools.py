@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
+from jaxserve.errors import InvalidRequestError
 from jaxserve.openai.fields import (
     Boolean,
     Field,
@@ -28,9 +28,6 @@ MAX_TOOLS = 128
 MAX_NAME_CHARS = 128
 _NAME = re.compile(rf"[A-Za-z0-9_-][A-Za-z0-9_.:/-]{{0,{MAX_NAME_CHARS - 1}}}")
 
-# Nothing forces a call yet; a grammar for calls is what it takes.
-_SERVES_FORCED_CALLS = False
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
@@ -38,13 +35,15 @@ class Tool:
 
     Attributes:
         parameters: the JSON Schema of its arguments.
-        is_strict: the client counts on arguments that fit the schema.
+        is_strict: whether they have to fit it; None: the request does not say.
+        path: of the schema in the request.
     """
 
     name: str
     description: str
     parameters: Mapping[str, object] = field(hash=False)
-    is_strict: bool
+    is_strict: bool | None
+    path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +80,7 @@ class _Tool:
             description=function[_DESCRIPTION],
             parameters=function[_PARAMETERS],
             is_strict=function[_STRICT],
+            path=f"{path}.{_FUNCTION.name}.{_PARAMETERS.name}",
         )
 
     def schema(self) -> Schema:
@@ -119,8 +119,6 @@ class _ToolChoice:
         )
 
     def schema(self) -> Schema:
-        if not _SERVES_FORCED_CALLS:
-            return OneOf(("none", "auto")).schema()
         return {"anyOf": [_MODE.schema(), Object(_CHOICE_FIELDS).schema()]}
 
 
@@ -129,7 +127,9 @@ _TYPE = Field("type", OneOf(("function",)), "function")
 _NAME_FIELD = Field("name", ToolName(), "", required=True)
 _DESCRIPTION = Field("description", Text(), "")
 _PARAMETERS: Field[Mapping[str, object]] = Field("parameters", Mapped(), {})
-_STRICT = Field("strict", Boolean(), False)
+_STRICT: Field[bool | None] = Field(
+    "strict", Boolean(), None, "whether arguments have to fit the schema; default: a flag's"
+)
 _FUNCTION: Field[Values] = Field(
     "function",
     Object(table((_NAME_FIELD, _DESCRIPTION, _PARAMETERS, _STRICT))),
@@ -145,7 +145,8 @@ _CHOICE: Field[ToolChoice | None] = Field(
     "tool_choice",
     _ToolChoice(),
     None,
-    "auto: the model may call tools; none: it may not; required and a named function are refused",
+    "auto: the model may call tools; none: it may not; required: it calls one or more of them; a"
+    " function: it calls that one",
 )
 _PARALLEL = Field(
     "parallel_tool_calls", Boolean(), True, "false: the answer ends with its first call"
@@ -163,6 +164,7 @@ class ToolUse:
     Attributes:
         offered: what may be called; empty: nothing.
         must_call: one of these has to be called.
+        is_named: the request says which one.
         is_banned: there are tools, but none may be called.
         max_calls: the answer ends after so many calls; None: no limit.
         tells_limit: the answer says so where that ended it.
@@ -170,6 +172,7 @@ class ToolUse:
 
     offered: tuple[Tool, ...] = ()
     must_call: bool = False
+    is_named: bool = False
     is_banned: bool = False
     max_calls: int | None = None
     tells_limit: bool = False
@@ -187,6 +190,7 @@ def read_tool_use(values: Values) -> ToolUse:
     return ToolUse(
         offered=tuple(tool for tool in tools if choice.name in (None, tool.name)),
         must_call=choice.mode == "required",
+        is_named=choice.name is not None,
         max_calls=1 if is_single else max_calls,
         tells_limit=max_calls is not None and not is_single,
     )
@@ -200,9 +204,4 @@ def _check_forced(choice: ToolChoice, tools: tuple[Tool, ...]) -> None:
     if choice.name is not None and choice.name not in {tool.name for tool in tools}:
         raise InvalidRequestError(
             f"tool_choice names {choice.name!r}, which is none of tools", param="tool_choice"
-        )
-    if not _SERVES_FORCED_CALLS:
-        raise UnsupportedFieldError(
-            "tool_choice can be auto or none here: this server cannot force a call",
-            param="tool_choice",
         )

@@ -26,6 +26,7 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.metrics import Metrics
 from tests.e2e.conftest import LOCAL_ONLY
 from tests.fake_engine import FakeEngine, Script, byte_model, turn_ids
+from tests.http.inline_grammars import Ways, with_grammars
 from tests.http.sockets import running
 
 pytestmark = [
@@ -61,8 +62,15 @@ class Server:
     engine: FakeEngine
 
     def check_prompts(self) -> None:
-        """Each turn begins with all that was said before, word for word."""
+        """Each turn begins with all that was said before, word for word.
+
+        And the grammar of its calls lets through what the model says.
+        """
         assert len(self.engine.prompts) == 3
+        turns = (THOUGHT + ADD, SHOUT, ANSWER)
+        for request, turn in zip(self.engine.requests, turns, strict=True):
+            assert Ways(request)(turn) is True
+            assert Ways(request)("<|tool_call>call:add{a:x") is None
         _, second, third = self.engine.prompts
         # The thought is dropped where a framework does not send it back.
         assert _is_in(turn_ids(ADD), second)
@@ -79,12 +87,14 @@ def _is_in(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
 
 @pytest.fixture(scope="session")
 def gemma4(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return byte_model(tmp_path_factory.mktemp("gemma4"), max_model_len=100_000, is_gemma4=True)
+    folder = tmp_path_factory.mktemp("gemma4")
+    return with_grammars(byte_model(folder, max_model_len=100_000, is_gemma4=True))
 
 
 @asynccontextmanager
-async def serving(model: ServedModel) -> AsyncIterator[Server]:
-    said = (THOUGHT + ADD, SHOUT, ANSWER)
+async def serving(
+    model: ServedModel, said: tuple[str, ...] = (THOUGHT + ADD, SHOUT, ANSWER)
+) -> AsyncIterator[Server]:
     engine = FakeEngine(*(Script.say(text, ids_per_step=3) for text in said))
     app = build_app(engine, lambda: model, config=HttpConfig(), metrics=Metrics())
     async with running(app) as port:
@@ -240,6 +250,98 @@ async def test_langchain(server: Server, streamed: bool) -> None:
 
     assert messages[-1].content == ANSWER
     server.check_prompts()
+
+
+# Calls that have to be made
+
+
+class Sum(BaseModel):
+    """A sum."""
+
+    total: int
+
+
+SUM = "<|tool_call>call:{}{{total:5}}<tool_call|>"
+
+
+async def test_openai_forces_a_function(gemma4: ServedModel) -> None:
+    async with (
+        serving(gemma4, (SUM.format("Sum"),)) as server,
+        openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        for choice in ("required", {"type": "function", "function": {"name": "Sum"}}):
+            completion = await client.chat.completions.parse(
+                model=MODEL,
+                messages=[{"role": "user", "content": QUESTION}],
+                tools=[openai.pydantic_function_tool(Sum, name="Sum")],
+                tool_choice=choice,  # type: ignore[arg-type]
+            )
+            calls = completion.choices[0].message.tool_calls or []
+            assert [call.function.parsed_arguments for call in calls] == [Sum(total=5)]
+        assert Ways(server.engine.requests[0])("It is 5.") is None
+
+
+@pytest.mark.skipif(find_spec("agents") is None, reason="needs the extra `clients`")
+async def test_openai_agents_requires_a_tool(gemma4: ServedModel) -> None:
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
+
+    set_tracing_disabled(True)
+    async with (
+        serving(gemma4, (ADD, ANSWER)) as server,
+        openai.AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        agent = Agent(
+            name="adder",
+            tools=[function_tool(add)],
+            model=OpenAIChatCompletionsModel(model=MODEL, openai_client=client),
+            model_settings=ModelSettings(tool_choice="required"),
+        )
+        assert (await Runner.run(agent, QUESTION)).final_output == ANSWER
+        assert Ways(server.engine.requests[0])(ANSWER) is None
+
+
+@pytest.mark.skipif(find_spec("pydantic_ai") is None, reason="needs the extra `clients`")
+async def test_pydantic_ai_requires_its_output(gemma4: ServedModel) -> None:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    async with (
+        serving(gemma4, (SUM.format("final_result"),)) as server,
+        httpx.AsyncClient() as http_client,
+    ):
+        provider = OpenAIProvider(base_url=server.url, api_key="none", http_client=http_client)
+        agent = Agent(OpenAIChatModel(MODEL, provider=provider), output_type=Sum)
+        assert (await agent.run(QUESTION)).output == Sum(total=5)
+        assert Ways(server.engine.requests[0])(ANSWER) is None
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="needs the extra `clients`")
+async def test_langchain_forces_its_output(gemma4: ServedModel) -> None:
+    from langchain_openai import ChatOpenAI
+
+    async with (
+        serving(gemma4, (SUM.format("Sum"),)) as server,
+        httpx.AsyncClient() as http_async_client,
+    ):
+        with httpx.Client() as http_client:
+            chat = ChatOpenAI(
+                base_url=server.url,
+                api_key=SecretStr("none"),
+                model=MODEL,
+                max_retries=0,
+                http_client=http_client,
+                http_async_client=http_async_client,
+            ).with_structured_output(Sum, method="function_calling")
+            assert await chat.ainvoke(QUESTION) == Sum(total=5)
+        assert Ways(server.engine.requests[0])(ANSWER) is None
 
 
 LITELLM = """

@@ -5,12 +5,14 @@ ones do not.
 """
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -175,3 +177,100 @@ def assert_same_but_for_near_ties(alone: list[int], together: list[int], prompt:
     differing = [i for i, (a, b) in enumerate(zip(alone, together, strict=True)) if a != b]
     if differing and alone[: differing[0]] == prompt["greedy"][: differing[0]]:
         assert prompt["gaps"][differing[0]] < BFLOAT16_TIE
+
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "minLength": 2, "maxLength": 20},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+NOTE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "to": {"type": "string", "pattern": "^[a-z]{2,8}@example\\.com$"},
+        "text": {"type": "string", "minLength": 1, "maxLength": 40},
+        "tags": {"type": "array", "items": {"enum": ["work", "home"]}, "maxItems": 2},
+    },
+    "required": ["to", "text"],
+    "additionalProperties": False,
+}
+SCHEMAS = {"get_weather": WEATHER, "send_note": NOTE}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in SCHEMAS.items()
+]
+ASKED: list[Any] = [{"role": "user", "content": "Tell ann@example.com of Paris's weather."}]
+
+
+def check_calls(choice: Any) -> None:
+    """A call at least, and all of them fit, unless the last was cut."""
+    assert choice.message.tool_calls or choice.finish_reason == "length"
+    for i, call in enumerate(choice.message.tool_calls or ()):
+        if choice.finish_reason == "length" and i == len(choice.message.tool_calls) - 1:
+            break
+        arguments = json.loads(call.function.arguments)
+        jsonschema.validate(arguments, SCHEMAS[call.function.name])
+
+
+async def test_forced_calls_fit(float32: ServerProcess) -> None:
+    body: dict[str, Any] = {"model": "gemma3-270m", "messages": ASKED, "tools": TOOLS}
+    body |= {"tool_choice": "required", "max_tokens": 120, "temperature": 1.0}
+    async with openai.AsyncOpenAI(base_url=f"{float32.url}/v1", api_key="none") as client:
+
+        async def both(seed: int) -> tuple[Any, Any]:
+            fields = {**body, "seed": seed, "parallel_tool_calls": seed % 2 == 0}
+            whole = await client.chat.completions.create(**fields)
+            async with client.chat.completions.stream(**fields) as stream:
+                async for _ in stream:
+                    pass
+                return whole, stream.current_completion_snapshot
+
+        answers = await asyncio.gather(*map(both, range(4)))
+    for whole, streamed in answers:
+        told, same = whole.choices[0], streamed.choices[0]
+        check_calls(told)
+        assert told.message.content is None or told.finish_reason == "length"
+        assert [call.function.arguments for call in told.message.tool_calls or ()] == [
+            call.function.arguments for call in same.message.tool_calls or ()
+        ]
+    assert any(whole.choices[0].finish_reason == "tool_calls" for whole, _ in answers)
+    assert float32.metric("jaxserve_serving_compiles_total") == 0
+
+
+async def test_an_agent_goes_round_with_forced_calls(float32: ServerProcess) -> None:
+    messages = [*ASKED]
+    results = {"get_weather": "18 degrees, rain", "send_note": "sent"}
+    async with openai.AsyncOpenAI(base_url=f"{float32.url}/v1", api_key="none") as client:
+        for name in (*SCHEMAS, None):
+            choice: Any = "none"
+            if name is not None:
+                choice = {"type": "function", "function": {"name": name}}
+            answer = await client.chat.completions.create(
+                model="gemma3-270m",
+                messages=messages,
+                tools=TOOLS,
+                tool_choice=choice,
+                parallel_tool_calls=False,
+                max_tokens=100 if name else 8,
+                temperature=1.0,
+                seed=3,
+            )
+            [said] = answer.choices
+            if name is None:
+                assert not said.message.tool_calls
+                assert said.message.content
+                continue
+            assert said.finish_reason == "stop"
+            check_calls(said)
+            [call] = said.message.tool_calls or []
+            assert call.type == "function"
+            assert call.function.name == name
+            messages += [
+                said.message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": call.id, "content": results[name]},
+            ]

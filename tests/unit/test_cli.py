@@ -66,6 +66,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "session_grace_s": 1.5,
         "no_prefix_cache": True,
         "no_turn_memory": True,
+        "no_strict_tools": True,
         "drop_from_system": ("^x:.*$", "b"),
         "compile_cache": "",
         "programs": "folder",

@@ -73,15 +73,20 @@ def test_a_refusal_names_its_place(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_tools_are_calls_of_one_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_are_the_calls_that_the_model_may_make(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
         {"type": "function", "function": {"name": "g"}},
     ]
     calls = [
-        '{"name": "f", "arguments": {"a": 1}}',
-        '{"name": "g", "arguments": {}}',
-        '{"name": "h',
+        "<|tool_call>call:f{a:1}<tool_call|>",
+        "<|tool_call>call:g{}<tool_call|><|tool_call>call:f{a:2}<tool_call|>",
+        "<|tool_call>call:f{}<tool_call|>",
+        '<|tool_call>call:f{a:<|"|>1<|"|>}<tool_call|>',
+        "<|tool_call>call:h",
+        "call:g{}",
     ]
     texts = [write(tmp_path, str(number), call) for number, call in enumerate(calls)]
 
@@ -90,7 +95,25 @@ def test_tools_are_calls_of_one_of_them(tmp_path: Path, capsys: pytest.CaptureFi
     )
 
     assert code == 0
-    assert [json.loads(line)["accepted"] for line in lines] == [True, True, False]
+    verdicts = [json.loads(line) for line in lines]
+    assert [verdict["accepted"] for verdict in verdicts] == [True, True, False, False, False, False]
+    assert [verdict["offset"] for verdict in verdicts[2:]] == [19, 21, 17, 0]
+    assert verdicts[-1]["allowed"] == "<|tool_call>"
+
+
+def test_a_tool_that_cannot_be_enforced_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/nowhere"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+    code, lines = check(capsys, "--tools", write(tmp_path, "tools", tools), "--json")
+
+    assert code == 2
+    error = json.loads(lines[0])["error"]
+    assert error["path"] == "/0/function/parameters/properties/x"
+    assert "'f'" in error["message"]
+    assert check(capsys, "--tools", write(tmp_path, "tools", []), "--json")[0] == 2
 
 
 def test_files_that_cannot_be_read_are_told(capsys: pytest.CaptureFixture[str]) -> None:

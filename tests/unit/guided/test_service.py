@@ -11,7 +11,7 @@ import pytest
 from jaxserve.errors import ConfigError, SchemaError
 from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.service import GrammarCompiler
-from jaxserve.guided.specs import read_warm_specs, tools_schema
+from jaxserve.guided.specs import read_warm_specs
 from jaxserve.guided.store import GrammarStore
 from jaxserve.guided.tables import GrammarSpec, HostGrammar, TokenTables
 from jaxserve.openai.requests import parse_completion
@@ -140,21 +140,3 @@ async def test_a_folder_that_cannot_be_written_to_is_no_fault(tmp_path: Path) ->
 def test_a_file_that_cannot_be_warmed_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         read_warm_specs(text)
-
-
-def test_each_tool_is_a_document_of_its_own() -> None:
-    parameters = {"$defs": {"x": {"type": "null"}}, "properties": {"a": {"$ref": "#/$defs/x"}}}
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": parameters}},
-        {"type": "function", "function": {"name": "g"}},
-    ]
-
-    schema = tools_schema(tools)
-
-    assert json.dumps(schema).count("tool:0") == 1
-
-
-@pytest.mark.parametrize("tools", [{}, [], [3], [{"function": {}}]], ids=str)
-def test_what_are_no_tools_is_refused(tools: object) -> None:
-    with pytest.raises(ValueError, match="tool"):
-        tools_schema(tools)

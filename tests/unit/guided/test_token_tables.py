@@ -10,6 +10,7 @@ from jaxserve.guided import regex
 from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.composing import literals
 from jaxserve.guided.json_values import any_value
+from jaxserve.guided.notation import JsonNotation
 from jaxserve.guided.token_tables import token_tables
 from jaxserve.guided.vocabulary import GrammarVocabulary
 from tests.grammars import CONTROL_ID, END_ID, tiny_vocabulary, unpacked
@@ -25,7 +26,7 @@ def walked(dfa: Dfa, state: int, text: bytes) -> int:
 @pytest.mark.parametrize(
     "dfa",
     [
-        any_value(1, compact=False),
+        any_value(1, JsonNotation()),
         regex.full_match("(é|日本)*ab{2,5}"),
         literals([b"true", b"tr", b"trab"]),
     ],
