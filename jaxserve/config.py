@@ -4,6 +4,7 @@ The command line builds it, once; nothing else reads the environment.
 """
 
 import re
+from argparse import ArgumentTypeError
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
@@ -33,11 +34,11 @@ def size_in_bytes(text: str) -> int:
     """Read a size: bytes, or K, M, G or T of them, by 1,000 each, or by 1,024 as in KiB.
 
     Raises:
-        ValueError: it is none.
+        ArgumentTypeError: it is none.
     """
     size = _SIZE.fullmatch(text)
     if size is None or (size[3] and not size[2]):
-        raise ValueError(text)
+        raise ArgumentTypeError(f"{text!r} is no size: bytes, or such as 500M or 2GiB")
     return int(float(size[1]) * (1024 if size[3] else 1000) ** (" KMGT".index(size[2] or " ")))
 
 

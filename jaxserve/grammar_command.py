@@ -148,7 +148,7 @@ def _write_refusal(error: SchemaError, as_json: bool) -> None:
         return
     _write_line(f"refused ({error.code}): {error.message}")
     if error.path is not None:
-        _write_line(f"path: {error.path or '(root)'}")
+        _write_line(f"place: {error.path or '(root)'}")
 
 
 def _write_stats(grammar: Grammar, compile_s: float, as_json: bool) -> None:

@@ -72,7 +72,7 @@ def find_target_by_name(name: str) -> Target:
         return find_target()
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            f"--target {name} needs the TPU's compiler: pip install 'jaxserve[tpu]', on Linux on"
+            f"--target {name} needs the TPU's compiler: the extra `tpu` (`scripts/install demo,hf,guided,tpu`), on Linux on"
             " x86-64"
         )
     os.environ |= _QUIET

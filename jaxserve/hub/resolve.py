@@ -60,7 +60,7 @@ def _download(repo_id: str) -> Path:
     except ImportError as error:
         raise ConfigError(
             f"--model {repo_id}: there is no such folder, and downloading needs an extra: "
-            "pip install 'jaxserve[hf]'"
+            "install the extra `hf` (in a checkout `scripts/install demo,hf`)"
         ) from error
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=_HUB_PATTERNS))

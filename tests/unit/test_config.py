@@ -1,6 +1,7 @@
 """Settings: what is in range, and that a refusal names the flag."""
 
 import math
+from argparse import ArgumentTypeError
 from typing import Any
 
 import pytest
@@ -71,5 +72,5 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "1.2.3", "G", "1iB", "1e9", "1 gib"])
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - argparse words it
+    with pytest.raises(ArgumentTypeError, match="is no size: bytes, or such as 500M or 2GiB"):
         size_in_bytes(text)
