@@ -72,8 +72,8 @@ def find_target_by_name(name: str) -> Target:
         return find_target()
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError(
-            f"--target {name} needs the TPU's compiler: the extra `tpu` (`scripts/install demo,hf,guided,tpu`), on Linux on"
-            " x86-64"
+            f"--target {name} needs the TPU's compiler: install the extra `tpu` (in a checkout"
+            " `scripts/install demo,hf,guided,tpu`), on Linux on x86-64"
         )
     os.environ |= _QUIET
     topology = topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=(1, 1, 1))

