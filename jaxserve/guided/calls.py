@@ -26,8 +26,8 @@ from jaxserve.guided.notation import JsonNotation, MarkedNotation, Notation
 BLOCK_START = "```tool_call\n"
 BLOCK_END = "\n```"
 
-Strictness = Literal["always", "if_possible", "never"]
-"""Whether arguments have to fit the schema; `never`: they are any object."""
+Strictness = Literal["always", "if_possible", "given_up", "never"]
+"""Whether arguments have to fit the schema; in the last two they are any object."""
 
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -202,7 +202,7 @@ class CallAutomata:
 
     def _arguments(self, index: int, tool: CallTool) -> Dfa | None:
         """Return what a tool may be given; None: any object."""
-        if tool.strictness == "never":
+        if tool.strictness in ("given_up", "never"):
             return None
         try:
             with naming_tool(index, tool.name):

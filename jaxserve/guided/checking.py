@@ -4,7 +4,7 @@ For people who write grammars. No tokenizer takes part: a text is judged as writ
 """
 
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from jaxserve.guided.calls import CallsSource
 from jaxserve.guided.compiling import compile_grammar, host_calls
 from jaxserve.guided.host import HostMatcher, HostTokenizer
-from jaxserve.guided.tables import START_STATE, Grammar, GrammarSpec, HostGrammar, TokenTables
+from jaxserve.guided.tables import (
+    DEAD_STATE,
+    START_STATE,
+    Grammar,
+    GrammarSpec,
+    HostGrammar,
+    TokenTables,
+)
 from jaxserve.guided.vocabulary import FIRST_MARK, MAX_MARKS, GrammarVocabulary
 
 _NUM_BYTES = 256
@@ -98,14 +105,13 @@ class TextChecker:
     def judge(self, text: bytes) -> Verdict:
         """Return what the grammar says of a text."""
         grammar = self._grammar
-        follow = _on_host(grammar) if isinstance(grammar, HostGrammar) else _in_tables(grammar)
+        walk = _HostWalk(grammar) if isinstance(grammar, HostGrammar) else _TablesWalk(grammar)
         offset = 0
-        allowed_V, may_end = next(follow)
         for token_id, length in self._tokens(text):
-            if not allowed_V[token_id]:
+            if not walk.takes(token_id):
                 break
-            allowed_V, may_end = follow.send(token_id)
             offset += length
+        allowed_V, may_end = walk.allowed_V(), walk.may_end
         return Verdict(
             accepted=may_end and offset == len(text),
             offset=offset,
@@ -124,25 +130,54 @@ class TextChecker:
                 yield token_id, len(piece)
 
 
-_Walk = Generator[tuple[NDArray[np.bool_], bool], int, None]
-"""Tells what may follow and whether the text may end, each time that it is sent an id."""
+class _TablesWalk:
+    """Goes along a text in tables."""
+
+    def __init__(self, tables: TokenTables) -> None:
+        self._tables = tables
+        self._state = START_STATE
+
+    def takes(self, token_id: int) -> bool:
+        """Go on behind an id, if it may follow."""
+        state = self._tables.advance(self._state, token_id)
+        if state == DEAD_STATE:
+            return False
+        self._state = state
+        return True
+
+    def allowed_V(self) -> NDArray[np.bool_]:
+        """Tell what may follow."""
+        return self._tables.allowed_V(self._state)
+
+    @property
+    def may_end(self) -> bool:
+        return bool(self._tables.accepting_S[self._state])
 
 
-def _in_tables(tables: TokenTables) -> _Walk:
-    state = START_STATE
-    while True:
-        token_id = yield tables.allowed_V(state), bool(tables.accepting_S[state])
-        state = tables.advance(state, token_id)
+class _HostWalk:
+    """Goes along a text on the host."""
 
+    def __init__(self, grammar: HostGrammar) -> None:
+        self._matcher = HostMatcher(_byte_tokenizer(), grammar)
+        self._row_W = np.zeros(-(-byte_vocabulary().size // 32), np.uint32)
 
-def _on_host(grammar: HostGrammar) -> _Walk:
-    matcher = HostMatcher(_byte_tokenizer(), grammar)
-    row_W = np.zeros(-(-byte_vocabulary().size // 32), np.uint32)
-    while True:
-        matcher.fill_mask(row_W)
-        bits = np.unpackbits(row_W.astype("<u4").view(np.uint8), bitorder="little")
-        token_id = yield bits.astype(np.bool_), matcher.accepting
-        matcher.advance(token_id)
+    def takes(self, token_id: int) -> bool:
+        """Go on behind an id, if it may follow."""
+        self._matcher.fill_mask(self._row_W)
+        if not self._row_W[token_id >> 5] >> (token_id & 31) & 1:
+            return False
+        self._matcher.advance(token_id)
+        return True
+
+    def allowed_V(self) -> NDArray[np.bool_]:
+        """Tell what may follow."""
+        self._matcher.fill_mask(self._row_W)
+        bits = np.unpackbits(self._row_W.astype("<u4").view(np.uint8), bitorder="little")
+        return bits.astype(np.bool_)
+
+    @property
+    def may_end(self) -> bool:
+        return self._matcher.accepting
 
 
 def describe_bytes(allowed: frozenset[int], *, may_end: bool, controls: Sequence[str] = ()) -> str:

@@ -30,10 +30,13 @@ def lark_of_calls(
         spelling = MarkedSpelling(ids[source.marks.delimiter])
     calls, rules, loosened = [], [], []
     for index, tool in enumerate(source.tools):
-        schema = ANY_OBJECT if tool.strictness == "never" else tool.parameters
+        is_free = tool.strictness in ("given_up", "never")
+        schema = ANY_OBJECT if is_free else tool.parameters
         try:
             with naming_tool(index, tool.name):
                 name, lines = _arguments(schema, spelling, f"t{index}")
+            if tool.strictness == "given_up":
+                loosened.append(tool.name)
         except SchemaError:
             if tool.strictness == "always":
                 raise

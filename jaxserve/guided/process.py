@@ -6,17 +6,23 @@ library's Popen does so, and what waits for it is a thread.
 
 import asyncio
 import pickle
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from typing import IO
 
-from jaxserve.errors import SchemaError
+from jaxserve.errors import SchemaError, UnavailableError
 from jaxserve.guided.worker import HEAD_BYTES, Answer, Job, Setup, frame, frame_length
 
 WALL_FACTOR = 30
 """Wall time that a job may take, in units of its CPU time: a busy machine is no schema's fault."""
+
+_OVERRUNS = (-signal.SIGPROF, -signal.SIGABRT)
+"""How the process ends itself: its time is over, or a library finds no memory."""
+
+_RETRY_AFTER_S = 5
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
 
@@ -35,53 +41,59 @@ class Worker:
 
         Raises:
             SchemaError: the job failed, or took too much time or memory.
+            UnavailableError: the process was ended by something else, twice, or the machine is too
+                busy for it.
         """
         async with self._turn:
             try:
-                if self._process is None or not self._process.is_running:
-                    await self._start()
-                cpu_s = self._setup.cpu_s * job.spec.time_factor
-                answer = await self._exchange(job, cpu_s)
+                answer = await self._answer(job)
             except BaseException:
                 # Cancelled: an answer would come to whoever asks next.
                 await self.stop()
                 raise
-        if answer is None:
-            raise SchemaError(
-                f"the grammar takes more than {cpu_s:g} s or"
-                f" {self._setup.memory_bytes} bytes to compile",
-                code="schema_too_complex",
-            )
         if answer.failure is not None:
             fields = dict(answer.failure)
             raise SchemaError(fields.pop("message") or "", **fields)
         return answer
 
-    async def stop(self) -> None:
-        """End the process, if there is one."""
+    async def stop(self) -> int | None:
+        """End the process, if there is one; return how it ended, as Popen tells it."""
         process, self._process = self._process, None
-        if process is not None:
-            await asyncio.to_thread(process.end)
+        return None if process is None else await asyncio.to_thread(process.end)
 
-    async def _exchange(self, job: Job, cpu_s: float) -> Answer | None:
-        """Send a job and return its answer; None where the process ended over it."""
-        process = self._process
-        if process is None:
-            return None
-        try:
-            async with asyncio.timeout(cpu_s * WALL_FACTOR):
-                return await asyncio.to_thread(process.ask, frame(job))
-        except (TimeoutError, EOFError, OSError):
-            await self.stop()
-            return None
+    async def _answer(self, job: Job) -> Answer:
+        """Send a job, to a second process where the first was ended from outside."""
+        cpu_s = self._setup.cpu_s * job.spec.time_factor
+        for _ in range(2):
+            try:
+                async with asyncio.timeout(cpu_s * WALL_FACTOR):
+                    process = self._process
+                    if process is None or not process.is_running:
+                        process = await self._start()
+                    return await asyncio.to_thread(process.ask, frame(job))
+            except TimeoutError as error:
+                raise UnavailableError(
+                    "The server is too busy to compile a grammar.", retry_after_s=_RETRY_AFTER_S
+                ) from error
+            except (EOFError, OSError):
+                if await self.stop() in _OVERRUNS:
+                    raise SchemaError(
+                        f"the grammar takes more than {cpu_s:g} s or"
+                        f" {self._setup.memory_bytes} bytes to compile",
+                        code="schema_too_complex",
+                    ) from None
+        raise UnavailableError(
+            "The process that compiles grammars was ended.", retry_after_s=_RETRY_AFTER_S
+        )
 
-    async def _start(self) -> None:
+    async def _start(self) -> "_Process":
         await self.stop()
         if self._first is None:
             # Megabytes of tokens: not on the loop, and not twice.
             self._first = await asyncio.to_thread(frame, self._setup)
-        self._process = _Process()
-        await asyncio.to_thread(self._process.ask, self._first)
+        process = self._process = _Process()
+        await asyncio.to_thread(process.ask, self._first)
+        return process
 
 
 class _Process:
@@ -111,15 +123,16 @@ class _Process:
             answer: Answer = pickle.loads(_read(answers, frame_length(head)))
             return answer
 
-    def end(self) -> None:
-        """Kill it, which ends a question that waits for its answer."""
+    def end(self) -> int:
+        """Kill it, which ends a question that waits for its answer; return how it ended."""
         self._popen.kill()
         with self._is_asked:
-            self._popen.wait()
+            status = self._popen.wait()
             for pipe in (self._popen.stdin, self._popen.stdout):
                 if pipe is not None:
                     with suppress(OSError):
                         pipe.close()
+            return status
 
 
 def _read(pipe: IO[bytes], num_bytes: int) -> bytes:

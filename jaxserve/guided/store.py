@@ -40,7 +40,10 @@ class GrammarStore:
                 tables = TokenTables(**arrays, loosened=loosened)
             _check(tables)
             tables.freeze()
-        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+        except (
+            *(OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile),
+            *(NotImplementedError, RuntimeError),  # what zipfile says of odd flags
+        ):
             return None
         with contextlib.suppress(OSError):  # whoever may only read it leaves no trace
             os.utime(path)

@@ -1,13 +1,15 @@
 """From a parsed request with its prompts to the response: sequences out, an answer back."""
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from jaxserve import logs
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import InvalidRequestError, UnavailableError
 from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.answers import AnswerWriter
 from jaxserve.http.choice import ChoiceText, PromptScores
@@ -61,7 +63,11 @@ async def generate(
     if turns is not None:
         requests = [turns.fit(request) for request in requests]
     grammars = model.grammars and model.grammars.stopping_at(options.stop_token_ids)
-    grammar = await answer_grammar(grammars, options.grammar, turns, id_lists[0])
+    loop = asyncio.get_running_loop()
+    due_s = None if options.timeout_s is None else loop.time() + options.timeout_s
+    with _compiling_until(due_s) as limit:
+        async with limit:
+            grammar = await answer_grammar(grammars, options.grammar, turns, id_lists[0])
     if grammar is not None:
         requests = guide(
             requests,
@@ -109,7 +115,7 @@ async def generate(
         requests,
         choices,
         num_samples=options.n,
-        timeout_s=options.timeout_s,
+        timeout_s=None if due_s is None else max(due_s - loop.time(), 0.0),
         on_answer=on_answer,
     )
     http.scope[SUMMARY] = generation.summary
@@ -136,6 +142,17 @@ async def generate(
     finally:
         end()
     return Response(body, media_type="application/json")
+
+
+@contextmanager
+def _compiling_until(due_s: float | None) -> Iterator[asyncio.Timeout]:
+    """Bound the wait for a grammar by the request's own time, in seconds of the loop's clock."""
+    try:
+        yield asyncio.timeout_at(due_s)
+    except TimeoutError as error:
+        raise UnavailableError(
+            "timeout_s is over before the answer's grammar is compiled.", retry_after_s=5
+        ) from error
 
 
 async def _limited(

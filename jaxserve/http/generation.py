@@ -184,7 +184,12 @@ class Generation:
     @property
     def num_forced_tokens(self) -> int:
         """Ids of sequences that have ended which a grammar left no choice about."""
-        return sum(stats.num_forced_tokens for stats in self._stats if stats is not None)
+        # Behind a stop string there may be more of them, which are nobody's.
+        return sum(
+            min(stats.num_forced_tokens, choice.num_tokens)
+            for stats, choice in zip(self._stats, self._choices, strict=True)
+            if stats is not None
+        )
 
     @property
     def grammar_path(self) -> GrammarPath | None:

@@ -25,6 +25,7 @@ from jaxserve.guided.guide import ForcedGuide, MatcherGuide, OpenedGuide, Tables
 from jaxserve.guided.host import HostMatcher, HostTokenizer
 from jaxserve.guided.triggered import Forced, Opening, Thought, anything, opened
 from jaxserve.guided.vocabulary import GrammarVocabulary
+from jaxserve.http.aside import limiter
 from jaxserve.types import GenerationRequest, Grammar, Guidance, Guide
 
 logger = logging.getLogger(__name__)
@@ -154,8 +155,10 @@ class Grammars:
         if texts:
             # It has compiled for the model within its limits, and does so sooner for bytes.
             marks = {each: self.marks[token_id] for each, token_id in (controls or {}).items()}
+            # In threads that no request for an answer waits for.
             report["texts"] = await anyio.to_thread.run_sync(
-                lambda: _judge(TextChecker.of(spec, compiled, marks), texts)
+                lambda: _judge(TextChecker.of(spec, compiled, marks), texts),
+                limiter=limiter(is_foreign=True),
             )
         return report
 

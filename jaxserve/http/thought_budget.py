@@ -199,9 +199,12 @@ class _Stream:
         budget = self._budget
         closer = budget.closer(last_id)
         num_left = self._request.sampling.max_tokens - len(self._ids) - len(closer)
-        if self._is_aborted or num_left < 1 or self._finished is not None:
-            return None
         guidance = budget.guidance
+        least = 1
+        if guidance is not None and guidance.ensures_complete:
+            least = guidance.grammar.min_tokens or 1
+        if self._is_aborted or num_left < least or self._finished is not None:
+            return None
         if budget.forced:
             closer, guidance = (), budget.forced[closer]
         request = budget.continued(self._request, [*self._ids, *closer], guidance)
@@ -220,6 +223,8 @@ class _Stream:
         stats = replace(
             first,
             num_output_tokens=first.num_output_tokens + event.stats.num_output_tokens,
+            num_forced_tokens=first.num_forced_tokens + event.stats.num_forced_tokens,
+            grammar_path=event.stats.grammar_path or first.grammar_path,
             total_s=first.total_s + event.stats.total_s,
         )
         return replace(event, request_id=self._request.request_id, stats=stats)

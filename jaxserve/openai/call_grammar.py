@@ -44,8 +44,8 @@ def _call_tool(tool: Tool, by_default: Strictness) -> CallTool:
         except InvalidRequestError:
             if strictness == "always":
                 raise
-            strictness = "never"
-    if strictness == "never":
+            strictness = "given_up"
+    if strictness in ("given_up", "never"):
         return CallTool(tool.name, {}, strictness)
     # Without parameters a tool takes none; with some, arguments are an object, said or not.
     parameters = {"type": "object", **(tool.parameters or {"properties": {}})}

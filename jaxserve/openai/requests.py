@@ -40,9 +40,9 @@ from jaxserve.types import MAX_LOGPROBS
 
 MAX_TOKEN_IDS = 1 << 19
 """Ids of one request: more than any context holds, fewer than keep the event loop from streams."""
-# Texts to be judged by a grammar, and characters of one.
+# Texts to be judged by a grammar, and characters of all.
 MAX_CHECKED = 64
-MAX_CHECKED_CHARS = 1 << 16
+MAX_CHECKED_CHARS = 1 << 18
 
 Prompt = str | tuple[int, ...]
 """A prompt is text to tokenize, or token ids taken as they are."""
@@ -384,6 +384,12 @@ def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
             "a grammar is required, such as a response_format, or tools.",
             param="response_format",
             code="missing_required_parameter",
+        )
+    num_chars = sum(len(text) for text in values[_TEXTS])
+    if num_chars > MAX_CHECKED_CHARS:
+        raise InvalidRequestError(
+            f"texts have {num_chars} characters in all; at most {MAX_CHECKED_CHARS} are judged.",
+            param="texts",
         )
     if grammar is not None and tool_use.offered:
         raise InvalidRequestError(

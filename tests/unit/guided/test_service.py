@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError, SchemaError
+from jaxserve.errors import ConfigError, SchemaError, UnavailableError
 from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.service import GrammarCompiler
 from jaxserve.guided.specs import read_warm_specs
@@ -74,12 +76,50 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_comp
     assert isinstance(await compiler.compile(SMALL), TokenTables)
 
 
+async def test_a_process_that_is_killed_is_no_schemas_fault(compiler: GrammarCompiler) -> None:
+    await compiler.compile(SMALL)
+    kill(compiler)
+    assert isinstance(await compiler.compile(GrammarSpec(kind="regex", source="a")), TokenTables)
+
+    seen: set[int] = set()
+    compiling = asyncio.create_task(compiler.compile(ENDLESS))
+    for _ in range(2):  # the second one is killed as well
+        os.kill(await next_process(compiler, seen), signal.SIGKILL)
+    with pytest.raises(UnavailableError):
+        await compiling
+    # Not remembered: now it is the schema's own fault.
+    with pytest.raises(SchemaError):
+        await compiler.compile(ENDLESS)
+
+
+def process_of(compiler: GrammarCompiler) -> int | None:
+    process = compiler._worker._process
+    return None if process is None else process._popen.pid
+
+
+def kill(compiler: GrammarCompiler) -> None:
+    pid = process_of(compiler)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+async def next_process(compiler: GrammarCompiler, seen: set[int]) -> int:
+    """Wait for a process that was not there before."""
+    while (pid := process_of(compiler)) is None or pid in seen:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.005)
+    seen.add(pid)
+    return pid
+
+
 async def test_a_broken_file_is_as_good_as_none(tmp_path: Path) -> None:
     async with GrammarCompiler(VOCABULARY, cache_dir=tmp_path) as first:
         made = await first.compile(SMALL)
     (path,) = kept(tmp_path)
     whole = path.read_bytes()
-    for damaged in (b"", whole[: len(whole) // 2], whole[:300] + b"x" * 40 + whole[340:]):
+    record = whole.index(b"PK\x01\x02")
+    odd_method = whole[: record + 10] + b"\x63" + whole[record + 11 :]
+    half, changed = whole[: len(whole) // 2], whole[:300] + b"x" * 40 + whole[340:]
+    for damaged in (b"", half, changed, odd_method):
         path.write_bytes(damaged)
         async with GrammarCompiler(VOCABULARY, cache_dir=tmp_path) as second:
             again = await second.compile(SMALL)
