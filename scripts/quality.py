@@ -8,7 +8,6 @@ grow or not. Without a text, ids are random, as models with random weights want 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kv-dtype", choices=("int8", "bfloat16"), default="int8")
     arguments = parser.parse_args()
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")
     print(f"{arguments.model.name}, {arguments.dtype}, jax {jax.__version__}\n")
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     for cells in rows(arguments):

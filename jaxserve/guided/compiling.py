@@ -86,6 +86,11 @@ def _languages(spec: GrammarSpec) -> tuple[Callable[[], Dfa], Callable[[], str]]
 
 def _compile_calls(source: CallsSource, vocabulary: GrammarVocabulary) -> Grammar:
     answer = None
+    if source.answer is not None and source.answer.kind == "lark":
+        raise SchemaError(
+            "an answer that has to follow a grammar in Lark's form does not go with tools",
+            code="unsupported_schema",
+        )
     try:
         if source.answer is not None:
             answer = _languages(GrammarSpec(**source.answer._asdict()))[0]()

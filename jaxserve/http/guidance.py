@@ -72,6 +72,8 @@ async def _with_calls(
             return await _behind_thought(known, spec, plan, prompt_ids)
     if asked is not None:
         known = of_model(grammars, asked.param)
+        with naming(asked.param):
+            await known.prepare(asked.spec)  # what is wrong with it is no tool's fault
         try:
             return await _loosely(known, plan, prompt_ids, asked.spec)
         except SchemaError as error:
@@ -96,10 +98,16 @@ async def _loosely(
 ) -> AnswerGrammar:
     """Return what an answer with or without calls has to be, by the syntax alone if need be."""
     use, markers = plan.tool_use, plan.markers
-    strict_by_default = plan.strict_by_default
+    gives_up = False
     while True:
         marks = call_marks(markers, grammars.marks)
-        spec = calls_spec(use, marks, strict_by_default=strict_by_default, answer=answer)
+        spec = calls_spec(
+            use,
+            marks,
+            strict_by_default=plan.strict_by_default,
+            gives_up=gives_up,
+            answer=answer,
+        )
         try:
             with naming_tool(use):
                 if answer is not None or markers is None:
@@ -110,10 +118,11 @@ async def _loosely(
                     whole=grammar, behind_thought=grammar, spec=spec, openings=(trigger,)
                 )
         except SchemaError as error:
-            if not strict_by_default or any(tool.is_strict for tool in use.offered):
+            is_strict = any(tool.is_strict for tool in use.offered)
+            if gives_up or is_strict or not plan.strict_by_default:
                 raise
             logger.warning("calls of tools are not held to their schemas: %s", error.message)
-            strict_by_default = False
+            gives_up = True
 
 
 async def _behind_thought(
@@ -153,10 +162,11 @@ def naming_tool(use: ToolUse) -> Iterator[None]:
     try:
         yield
     except SchemaError as error:
-        if error.path is None:
-            error.param = "tool_choice" if use.must_call else "tools"
+        index = (error.path or "/").split("/")[1]  # as guided.calls names a tool's place
+        if index.isdecimal():
+            error.param = use.offered[int(index)].path
         else:
-            error.param = use.offered[int(error.path.split("/")[1])].path
+            error.param = "tool_choice" if use.must_call else "tools"
         raise
 
 

@@ -12,11 +12,13 @@ def calls_spec(
     marks: CallMarks | None,
     *,
     strict_by_default: bool,
+    gives_up: bool = False,
     answer: GrammarSpec | None = None,
 ) -> GrammarSpec:
     """Return the grammar of the calls that may or must be made, or of an answer instead.
 
     Where a call is not forced, and a token opens it, the grammar is that of what follows the token.
+    `gives_up`: schemas that need not hold are left out, and counted as such.
 
     Raises:
         InvalidRequestError: a schema that has to hold is not read exactly.
@@ -24,6 +26,8 @@ def calls_spec(
     by_default: Strictness = "always" if use.must_call else "if_possible"
     if not strict_by_default:
         by_default = "never"
+    elif gives_up:
+        by_default = "given_up"
     source = CallsSource(
         tools=tuple(_call_tool(tool, by_default) for tool in use.offered),
         marks=marks,
@@ -38,7 +42,7 @@ def _call_tool(tool: Tool, by_default: Strictness) -> CallTool:
     strictness = by_default
     if tool.is_strict is not None:
         strictness = "always" if tool.is_strict else "never"
-    if strictness != "never":
+    if strictness not in ("given_up", "never"):
         try:
             refuse_inexact(tool.parameters, tool.path)
         except InvalidRequestError:

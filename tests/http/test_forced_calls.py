@@ -271,7 +271,7 @@ async def test_an_answer_or_calls(gemma4: ServedModel) -> None:
     for fields in ({"guided_grammar": 'start: "a"'}, {"guided_regex": "("}):
         reply = await post(app, CHAT, {**ASK, **fields})
         assert (reply.status, reply.error["param"]) == (400, next(iter(fields)))
-        assert "tools" in reply.error["message"]
+        assert ("tools" in reply.error["message"]) == ("guided_grammar" in fields)
 
 
 # Without markers
@@ -317,6 +317,17 @@ async def test_a_check_is_of_the_same_grammar(gemma4: ServedModel, plain: Served
     ):
         reply = await post(app, "/v1/grammar/check", body)
         assert (reply.status, reply.error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("schema", [{"type": "nope"}, {"properties": {"a": {"type": "strin"}}}])
+async def test_a_wrong_schema_of_an_answer_is_no_tools_fault(
+    gemma4: ServedModel, schema: dict[str, Any]
+) -> None:
+    app = serve(with_grammars(gemma4), FakeEngine())
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    reply = await post(app, CHAT, {**ASK, "response_format": wanted})
+    assert reply.status == 400
+    assert reply.error["param"] == "response_format.json_schema.schema"
 
 
 async def test_a_compiler_that_fails_leaves_calls_free(

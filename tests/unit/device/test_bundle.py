@@ -203,5 +203,5 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_a_target_whose_compiler_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"--target v6e:1x1 .*'jaxserve\[tpu\]'"):
+    with pytest.raises(ConfigError, match=r"--target v6e:1x1 .* install the extra `tpu`"):
         find_target_by_name("v6e:1x1")
