@@ -319,7 +319,7 @@ async def test_a_check_is_of_the_same_grammar(gemma4: ServedModel, plain: Served
         assert (reply.status, reply.error["param"]) == (400, param)
 
 
-@pytest.mark.parametrize("schema", [{"type": "nope"}, {"properties": {"a": {"type": "strin"}}}])
+@pytest.mark.parametrize("schema", [{"type": "nope"}, {"properties": {"a": {"type": "int"}}}])
 async def test_a_wrong_schema_of_an_answer_is_no_tools_fault(
     gemma4: ServedModel, schema: dict[str, Any]
 ) -> None:
