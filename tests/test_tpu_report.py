@@ -268,9 +268,11 @@ def test_a_sound_program_has_no_faults() -> None:
 
 
 def test_limits_are_found_by_the_options_as_printed() -> None:
+    """What CI asks has limits for both of its programs."""
     limits = read_limits(
-        "e2b, int4 weights, int4 table, int8 KV, pallas attention, context 8192, 10 layers"
+        "e2b, int4 weights, int4 table, bf16 KV, pallas attention, context 8192, 10 layers"
     )
+    assert set(limits) == {"decode 8", "extend 256"}
     assert set(limits["decode 8"]) == {"temp_gb", "ratio"}
     assert read_limits("another model") == {}
 
