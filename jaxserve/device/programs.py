@@ -154,6 +154,7 @@ def unpack_extend(staged: jax.Array, shape: ExtendShape) -> tuple[jax.Array, Pag
         table_RM=table_nM[sequence_R],
         sliding_table_RM=sliding_table_nM[sequence_R],
         full_start_R=rows_nF[sequence_R, Column.FULL_START],
+        is_one_run=jnp.all((sequence_R == sequence_R[0]) | (num_valid_R == 0)),
         block=shape.bucket.block,
     )
     return staged[:tokens], rows, rows_nF

@@ -28,7 +28,7 @@ from jaxserve.models.kv_cache import (
     to_stored,
     to_words,
 )
-from jaxserve.models.layers import pad_rows
+from jaxserve.models.layers import sum_rows
 
 MASKED = -1e30
 """A score that no key can have; finite, so that a wholly masked chunk gives no NaN."""
@@ -57,6 +57,8 @@ class PagedRows:
         sliding_table_RM: the same of sliding layers; before the row's window any page.
         full_start_R: int32, first position whose keys and values full-attention layers write: what
             they have of those before it is there, and shared with others.
+        is_one_run: bool scalar; the rows are blocks of one sequence, each where the one before it
+            ends, but for empty ones at the end. None: nobody asked.
         block: T.
     """
 
@@ -65,12 +67,24 @@ class PagedRows:
     table_RM: jax.Array
     sliding_table_RM: jax.Array
     full_start_R: jax.Array
+    is_one_run: jax.Array | None = None
     block: int = field(metadata={"static": True})
 
     @property
     def positions_RT(self) -> jax.Array:
         """Return every token's position, int32."""
         return self.start_R[:, None] + jnp.arange(self.block)
+
+    def as_one_run(self) -> "PagedRows":
+        """Return one row of R·T tokens instead of the blocks; only where `is_one_run`."""
+        return PagedRows(
+            start_R=self.start_R[:1],
+            num_valid_R=self.num_valid_R.sum(keepdims=True),
+            table_RM=self.table_RM[:1],
+            sliding_table_RM=self.sliding_table_RM[:1],
+            full_start_R=self.full_start_R[:1],
+            block=self.start_R.size * self.block,
+        )
 
     def table_of(self, kind: AttentionKind) -> jax.Array:
         """Return a kind's page table [R, M]."""
@@ -128,7 +142,31 @@ def attend(
     the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
     of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
     whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
+    Full-attention layers take the blocks of one run as one row, which reads each key once and
+    rounds alike.
     """
+
+    def attend_to(q_RTHE: jax.Array, rows: PagedRows) -> jax.Array:
+        return _attend(q_RTHE, pages, rows, window, chunk_pages, dtype)
+
+    def attend_as_one() -> jax.Array:
+        q_1NHE = q_RTHE.reshape(1, -1, *q_RTHE.shape[2:])
+        return attend_to(q_1NHE, rows.as_one_run()).reshape(q_RTHE.shape)
+
+    if window is not None or rows.is_one_run is None:
+        return attend_to(q_RTHE, rows)
+    out_RTHE: jax.Array = lax.cond(rows.is_one_run, attend_as_one, lambda: attend_to(q_RTHE, rows))
+    return out_RTHE
+
+
+def _attend(
+    q_RTHE: jax.Array,
+    pages: Pages,
+    rows: PagedRows,
+    window: int | None,
+    chunk_pages: int,
+    dtype: DTypeLike,
+) -> jax.Array:
     num_rows, block, num_heads, head_dim = q_RTHE.shape
     page_size, num_kv_heads = pages.positions, pages.width // head_dim
     group = num_heads // num_kv_heads
@@ -136,7 +174,8 @@ def attend(
     table_size = table_RM.shape[1]
 
     # Entries [first, end) of its table are what a row reads.
-    end_R = jnp.minimum((rows.start_R + block - 1) // page_size + 1, table_size)
+    last_R = rows.start_R + jnp.maximum(rows.num_valid_R, 1) - 1
+    end_R = jnp.minimum(last_R // page_size + 1, table_size)
     if window is None:
         first_R, most_pages = jnp.zeros_like(end_R), table_size
     else:
@@ -290,6 +329,5 @@ def _accumulate(
     # A query that has seen no key yet has the maximum MASKED and weights of 1; the first chunk that
     # it does see shrinks them by exp(MASKED - maximum) = 0.
     shrink_BQ = jnp.exp(old_max_BQ - max_BQ)
-    # Summed over padded rows: XLA's CPU backend sums few rows in another order.
-    sum_BQ = sum_BQ * shrink_BQ + pad_rows(p_BQS).sum(axis=-1)[: p_BQS.shape[0]]
+    sum_BQ = sum_BQ * shrink_BQ + sum_rows(p_BQS)
     return max_BQ, sum_BQ, out_BQE * shrink_BQ[..., None] + new_BQE

@@ -4,6 +4,8 @@ Activations are float32; a product rounds its input to the weight's dtype and ac
 (docs/decisions/0009). N flat tokens, O and I a product's output and input width, E head dim.
 """
 
+from functools import partial, reduce
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -27,6 +29,9 @@ XLA's CPU backend has slow forms for fewer, and rounds them differently.
 
 LEFT_WEIGHT_MAX_ROWS = 32
 """Up to so many rows the weight is the left operand, the form that streams it fastest on a CPU."""
+
+_LANES = 16
+"""Numbers that a sum in order adds at once, as one AVX-512 register does."""
 
 _CONTRACT_LAST = (((1,), (1,)), ((), ()))
 
@@ -92,9 +97,30 @@ def pad_rows(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, -x.shape[0] % ROW_MULTIPLE), *((0, 0),) * (x.ndim - 1)))
 
 
+def sum_rows(x: jax.Array) -> jax.Array:
+    """Sum over the last axis; on a CPU in an order that no other axis changes.
+
+    XLA's CPU backend chooses the order of a plain sum by the whole shape, so that a row's bits
+    would depend on how many others there are.
+    """
+    summed: jax.Array = lax.platform_dependent(
+        x, cpu=_sum_in_order, default=partial(jnp.sum, axis=-1)
+    )
+    return summed
+
+
+def _sum_in_order(x: jax.Array) -> jax.Array:
+    """Add pieces of _LANES side by side, then the lanes by halves."""
+    x = jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, -x.shape[-1] % _LANES)))
+    total = reduce(jnp.add, jnp.split(x, x.shape[-1] // _LANES, axis=-1))
+    while total.shape[-1] > 1:
+        total = reduce(jnp.add, jnp.split(total, 2, axis=-1))
+    return total[..., 0]
+
+
 def rms(x32: jax.Array, eps: float) -> jax.Array:
     """Divide by the root mean square of the last axis."""
-    return x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return x32 * lax.rsqrt(sum_rows(x32 * x32)[..., None] / x32.shape[-1] + eps)
 
 
 def norm(x32: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

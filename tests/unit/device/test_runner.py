@@ -176,6 +176,7 @@ def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
     assert ids_N.tolist() == [10, 11, 12, 13, 14, 15, 0, 0, 20, 21, 22, 0, 0, 0, 0, 0]
     assert rows.start_R.tolist()[:3] == [1, 5, 3]
     assert rows.num_valid_R.tolist() == [4, 2, 3, 0]
+    assert not rows.is_one_run
     assert rows.table_RM.tolist()[:3] == [[3, 4], [3, 4], [1, 2]]
     assert rows.sliding_table_RM.tolist()[:3] == [[5, 0], [5, 0], [3, 0]]
     assert rows.full_start_R.tolist()[:3] == [4, 4, 0]
@@ -183,6 +184,17 @@ def test_extend_lays_chunks_out_in_blocks_of_their_own() -> None:
     # Where the chunk's last token lies among the flat ones, and its position in the sequence.
     assert rows_nF[:2, Column.TOKEN_INDEX].tolist() == [5, 10]
     assert rows_nF[:2, Column.POSITION].tolist() == [6, 5]
+
+
+def test_blocks_of_one_chunk_are_one_run() -> None:
+    recorder = Recorder()
+    recorder.runner().extend([chunk(2, range(10, 16))])
+
+    shape, staged = recorder.last
+    assert isinstance(shape, ExtendShape)
+    _, rows, _ = unpack_extend(jax.numpy.asarray(staged), shape)
+    assert rows.num_valid_R.tolist() == [4, 2]
+    assert rows.is_one_run
 
 
 def test_a_chunk_that_samples_nothing_stores_its_id_in_the_scratch_slot() -> None:
@@ -274,13 +286,13 @@ def test_a_queued_call_keeps_the_pages_that_it_was_given() -> None:
     assert recorder.last[1][0, Column.TABLE] == 5
 
 
-def test_warm_up_runs_every_program_once_on_nothing() -> None:
+def test_warm_up_runs_every_program_twice_on_nothing() -> None:
     recorder = Recorder()
     told: list[tuple[int, int]] = []
 
     durations_s = recorder.runner().warm_up(lambda done, total: told.append((done, total)))
 
-    assert [shape for shape, _ in recorder.calls] == list(durations_s)
+    assert [shape for shape, _ in recorder.calls] == [s for s in durations_s for _ in range(2)]
     assert set(durations_s) == set(step_programs(PLAN))
     assert told == [(i, len(durations_s)) for i in range(len(durations_s) + 1)]
     assert [piece[:2].tolist() for piece in recorder.pieces] == [[PLAN.num_slots, 1]]

@@ -1,0 +1,101 @@
+"""Attention in plain JAX: a row's bits depend on neither its neighbours nor its blocks."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.models.attention import PagedRows, attend
+from jaxserve.models.kv_cache import FloatPages
+from jaxserve.models.layers import sum_rows
+
+NUM_PAGES, PAGE, HEAD_DIM, WINDOW, CHUNK_PAGES = 24, 32, 64, 100, 4
+TABLE = 20
+
+
+def pages(rng: np.random.Generator) -> FloatPages:
+    shape = (NUM_PAGES, PAGE, HEAD_DIM)
+    k_PZX, v_PZX = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
+    return FloatPages(k_PZX=k_PZX, v_PZX=v_PZX)
+
+
+def rows_of(start_R: np.ndarray, block: int, table_RM: np.ndarray) -> PagedRows:
+    table = jnp.asarray(table_RM, jnp.int32)
+    return PagedRows(
+        start_R=jnp.asarray(start_R, jnp.int32),
+        num_valid_R=jnp.full(len(start_R), block, jnp.int32),
+        table_RM=table,
+        sliding_table_RM=table,
+        full_start_R=jnp.zeros(len(start_R), jnp.int32),
+        block=block,
+    )
+
+
+def run(q_RTHE: np.ndarray, cache: FloatPages, rows: PagedRows, window: int | None) -> np.ndarray:
+    attention = partial(attend, window=window, chunk_pages=CHUNK_PAGES, dtype=jnp.bfloat16)
+    return np.asarray(jax.jit(attention)(jnp.asarray(q_RTHE, jnp.float32), cache, rows))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "block", "num_rows", "window"),
+    [(4, 1, 1, None), (4, 1, 2, WINDOW), (2, 1, 8, None), (2, 1, 1, WINDOW), (8, 32, 4, None)],
+)
+def test_a_row_has_the_same_bits_alone_and_in_company(
+    num_heads: int, block: int, num_rows: int, window: int | None
+) -> None:
+    rng = np.random.default_rng(0)
+    cache = pages(rng)
+    q_RTHE = rng.standard_normal((16, block, num_heads, HEAD_DIM))
+    start_R = rng.integers(0, TABLE * PAGE - block, 16)
+    table_RM = rng.integers(1, NUM_PAGES, (16, TABLE))
+
+    together = run(q_RTHE, cache, rows_of(start_R, block, table_RM), window)
+
+    some = rows_of(start_R[:num_rows], block, table_RM[:num_rows])
+    np.testing.assert_array_equal(run(q_RTHE[:num_rows], cache, some, window), together[:num_rows])
+
+
+@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("start", [0, 300])
+def test_blocks_of_one_run_have_the_bits_that_they_have_apart(block: int, start: int) -> None:
+    rng = np.random.default_rng(1)
+    num_rows, num_empty = 8, 2
+    num_tokens = (num_rows - num_empty) * block - 5
+    q_RTHE = rng.standard_normal((num_rows, block, 4, HEAD_DIM))
+    offset_R = np.arange(num_rows) * block
+    # The runner leaves empty blocks where a sequence begins.
+    start_R = np.where(offset_R < num_tokens, start + offset_R, 0)
+    cache = pages(rng)
+    rows = rows_of(start_R, block, np.tile(rng.integers(1, NUM_PAGES, TABLE), (num_rows, 1)))
+    num_valid_R = np.clip(num_tokens - offset_R, 0, block)
+    rows = replace(rows, num_valid_R=jnp.asarray(num_valid_R, jnp.int32))
+
+    apart = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), None)
+    as_one = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), None)
+
+    kept = slice(0, num_tokens)
+    flat_shape = (num_rows * block, 4, HEAD_DIM)
+    np.testing.assert_array_equal(as_one.reshape(flat_shape)[kept], apart.reshape(flat_shape)[kept])
+
+
+def test_blocks_of_two_sequences_each_read_their_own_pages() -> None:
+    rng = np.random.default_rng(2)
+    cache = pages(rng)
+    q_RTHE = rng.standard_normal((2, 16, 4, HEAD_DIM))
+    table_RM = rng.permutation(np.arange(1, NUM_PAGES))[: 2 * 4].reshape(2, 4)
+    rows = rows_of(np.array([40, 56]), 16, table_RM)
+
+    together = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), None)
+
+    for i in range(2):
+        alone = rows_of(np.array([rows.start_R[i]]), 16, table_RM[i : i + 1])
+        np.testing.assert_array_equal(run(q_RTHE[i : i + 1], cache, alone, None)[0], together[i])
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 96, 128, 640])
+def test_sums_of_rows(size: int) -> None:
+    x = np.random.default_rng(size).standard_normal((3, 5, size)).astype(np.float32)
+    np.testing.assert_allclose(sum_rows(jnp.asarray(x)), x.sum(-1, np.float64), atol=1e-4)
