@@ -41,10 +41,15 @@ def longest_first(vocabulary: GrammarVocabulary, text: str) -> list[int]:
     return ids
 
 
-def unpacked(words_W: NDArray[np.uint32], size: int) -> NDArray[np.bool_]:
+def unpacked(words_W: NDArray[np.uint32], size: int | None = None) -> NDArray[np.bool_]:
     """Return a packed mask as booleans."""
     bits = np.unpackbits(words_W.astype("<u4").view(np.uint8), bitorder="little")
     return bits[:size].astype(np.bool_)
+
+
+def ids_of(words_W: NDArray[np.uint32], size: int | None = None) -> set[int]:
+    """Return the ids that a packed mask has."""
+    return set(np.flatnonzero(unpacked(words_W, size)).tolist())
 
 
 def distances(tables: TokenTables) -> NDArray[np.int64]:
@@ -65,13 +70,13 @@ def random_walk(tables: TokenTables, rng: random.Random, *, free_tokens: int) ->
     state = START_STATE
     ids: list[int] = []
     while True:
-        allowed = np.flatnonzero(unpacked(tables.masks_DW[tables.mask_id_S[state]], 1 << 20))
-        if tables.accepting_S[state] and (len(ids) >= free_tokens or not len(allowed)):
+        allowed = sorted(ids_of(tables.masks_DW[tables.mask_id_S[state]]))
+        if tables.accepting_S[state] and (len(ids) >= free_tokens or not allowed):
             return ids
         if len(ids) >= free_tokens:
             after = steps[tables.next_SC[state, tables.class_of_V[allowed]]]
-            allowed = allowed[after == after.min()]
-        token_id = int(rng.choice(allowed.tolist()))
+            allowed = np.asarray(allowed)[after == after.min()].tolist()
+        token_id = int(rng.choice(allowed))
         ids.append(token_id)
         state = tables.advance(state, token_id)
 

@@ -4,25 +4,21 @@ For people who write grammars. No tokenizer takes part: a text is judged as writ
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxserve.guided.calls import CallsSource
+from jaxserve.guided.calls import CallsSource, CallTool
 from jaxserve.guided.compiling import compile_grammar, host_calls
+from jaxserve.guided.guide import MatcherGuide, TablesGuide, opened_start
 from jaxserve.guided.host import HostMatcher, HostTokenizer
-from jaxserve.guided.tables import (
-    DEAD_STATE,
-    START_STATE,
-    Grammar,
-    GrammarSpec,
-    HostGrammar,
-    TokenTables,
-)
+from jaxserve.guided.masks import has_id, num_words, unpacked
+from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
+from jaxserve.guided.triggered import Trigger
 from jaxserve.guided.vocabulary import FIRST_MARK, MAX_MARKS, GrammarVocabulary
+from jaxserve.types import Guide
 
 _NUM_BYTES = 256
 
@@ -71,17 +67,33 @@ def _byte_tokenizer() -> HostTokenizer:
 class TextChecker:
     """A grammar over bytes."""
 
-    def __init__(self, grammar: Grammar, controls: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        grammar: Grammar,
+        controls: Mapping[str, str] | None = None,
+        *,
+        trigger: str | None = None,
+    ) -> None:
         """Judge by a grammar that was compiled for `byte_vocabulary()`.
 
-        `controls` are control tokens that may be spelled out in texts, and their marks.
+        `controls` are control tokens that may be spelled out in texts, and their marks. Behind
+        `trigger`, one of them, the grammar begins, and any text may stand before it and behind.
         """
-        self._grammar = grammar
         self._ids = {
             spelling: _NUM_BYTES + ord(mark) - FIRST_MARK
             for spelling, mark in (controls or {}).items()
         }
         self._around = re.compile(f"({'|'.join(map(re.escape, self._ids))})".encode())
+        self._start = _start(grammar)
+        if trigger is not None:
+            vocabulary = byte_vocabulary()
+            self._start = opened_start(
+                self._start,
+                Trigger(self._ids[trigger]),
+                vocab_size=vocabulary.size,
+                is_text_V=vocabulary.is_text_V,
+                num_words=num_words(vocabulary.size),
+            )
 
     @classmethod
     def of(
@@ -89,34 +101,38 @@ class TextChecker:
         spec: GrammarSpec,
         compiled: Grammar | None = None,
         controls: Mapping[str, str] | None = None,
+        *,
+        trigger: str | None = None,
     ) -> "TextChecker":
         """Compile a spec; `compiled` is its grammar for a model, where that is known.
 
         Raises:
             SchemaError: as compiling does.
         """
+        if compiled is not None and compiled.loosened:
+            spec = _loosened(spec, compiled.loosened)
         if not isinstance(compiled, HostGrammar):
-            return cls(compile_grammar(spec, byte_vocabulary()), controls)
-        if spec.kind == "calls":
+            compiled = compile_grammar(spec, byte_vocabulary())
+        elif spec.kind == "calls":
             # Its text names control tokens by their ids, which are others here.
             compiled = host_calls(CallsSource.read(spec.source), byte_vocabulary(), compiled.reason)
-        return cls(compiled, controls)
+        return cls(compiled, controls, trigger=trigger)
 
     def judge(self, text: bytes) -> Verdict:
         """Return what the grammar says of a text."""
-        grammar = self._grammar
-        walk = _HostWalk(grammar) if isinstance(grammar, HostGrammar) else _TablesWalk(grammar)
+        guide = self._start()
         offset = 0
         for token_id, length in self._tokens(text):
-            if not walk.takes(token_id):
+            if not has_id(guide.allowed_words(), token_id):
                 break
+            guide.advance(token_id)
             offset += length
-        allowed_V, may_end = walk.allowed_V(), walk.may_end
+        allowed_V = unpacked(guide.allowed_words())
         return Verdict(
-            accepted=may_end and offset == len(text),
+            accepted=guide.may_end and offset == len(text),
             offset=offset,
             allowed=frozenset(np.flatnonzero(allowed_V[:_NUM_BYTES]).tolist()),
-            may_end=may_end,
+            may_end=guide.may_end,
             controls=tuple(spelling for spelling, i in self._ids.items() if allowed_V[i]),
         )
 
@@ -130,54 +146,21 @@ class TextChecker:
                 yield token_id, len(piece)
 
 
-class _TablesWalk:
-    """Goes along a text in tables."""
-
-    def __init__(self, tables: TokenTables) -> None:
-        self._tables = tables
-        self._state = START_STATE
-
-    def takes(self, token_id: int) -> bool:
-        """Go on behind an id, if it may follow."""
-        state = self._tables.advance(self._state, token_id)
-        if state == DEAD_STATE:
-            return False
-        self._state = state
-        return True
-
-    def allowed_V(self) -> NDArray[np.bool_]:
-        """Tell what may follow."""
-        return self._tables.allowed_V(self._state)
-
-    @property
-    def may_end(self) -> bool:
-        return bool(self._tables.accepting_S[self._state])
+def _loosened(spec: GrammarSpec, names: Collection[str]) -> GrammarSpec:
+    """Return calls with some tools loosened: for the model they were, whose tables are larger."""
+    source = CallsSource.read(spec.source)
+    tools = tuple(
+        CallTool(tool.name, {}, "given_up") if tool.name in names else tool for tool in source.tools
+    )
+    return replace(spec, source=replace(source, tools=tools).text())
 
 
-class _HostWalk:
-    """Goes along a text on the host."""
-
-    def __init__(self, grammar: HostGrammar) -> None:
-        self._matcher = HostMatcher(_byte_tokenizer(), grammar)
-        self._row_W = np.zeros(-(-byte_vocabulary().size // 32), np.uint32)
-
-    def takes(self, token_id: int) -> bool:
-        """Go on behind an id, if it may follow."""
-        self._matcher.fill_mask(self._row_W)
-        if not self._row_W[token_id >> 5] >> (token_id & 31) & 1:
-            return False
-        self._matcher.advance(token_id)
-        return True
-
-    def allowed_V(self) -> NDArray[np.bool_]:
-        """Tell what may follow."""
-        self._matcher.fill_mask(self._row_W)
-        bits = np.unpackbits(self._row_W.astype("<u4").view(np.uint8), bitorder="little")
-        return bits.astype(np.bool_)
-
-    @property
-    def may_end(self) -> bool:
-        return self._matcher.accepting
+def _start(grammar: Grammar) -> Callable[[], Guide]:
+    """Return what gives guides of a grammar over bytes."""
+    if not isinstance(grammar, HostGrammar):
+        return lambda: TablesGuide(grammar)
+    matcher = HostMatcher(_byte_tokenizer(), grammar)
+    return lambda: MatcherGuide(matcher.copy(), num_words=num_words(byte_vocabulary().size))
 
 
 def describe_bytes(allowed: frozenset[int], *, may_end: bool, controls: Sequence[str] = ()) -> str:

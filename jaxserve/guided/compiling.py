@@ -22,8 +22,14 @@ from jaxserve.guided.lark import LarkWriter, lark_of_choices, lark_of_expression
 from jaxserve.guided.lark_calls import lark_of_calls
 from jaxserve.guided.lark_spelling import JsonSpelling
 from jaxserve.guided.notation import JsonNotation
-from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar, TokenTables
-from jaxserve.guided.token_tables import TablesTooLargeError, token_tables
+from jaxserve.guided.tables import (
+    Grammar,
+    GrammarSpec,
+    HostGrammar,
+    TablesTooLargeError,
+    TokenTables,
+)
+from jaxserve.guided.token_tables import token_tables
 from jaxserve.guided.vocabulary import FIRST_MARK, GrammarVocabulary
 
 COMPILER_VERSION = 2

@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.guided.host import HostMatcher
+from jaxserve.guided.masks import packed, with_ids
 from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
-from jaxserve.guided.triggered import Forced, Thought, Trigger
+from jaxserve.guided.triggered import Forced, Opening, Thought, Trigger
 from jaxserve.types import Guide
 
 
@@ -49,10 +50,7 @@ class TablesGuide:
             return words
         next_C = self._tables.next_SC[self._state]
         in_time_C = (next_C >= 0) & (self._distance_S[next_C] <= max_left)
-        packed = np.packbits(in_time_C[self._tables.class_of_V], bitorder="little")
-        in_time = np.zeros_like(words)
-        in_time.view(np.uint8)[: len(packed)] = packed
-        return in_time & words
+        return packed(in_time_C[self._tables.class_of_V]) & words
 
     def forced_ids(self, limit: int) -> Sequence[int]:
         """Return the first of the ids that must follow, at most so many."""
@@ -119,7 +117,7 @@ class OpenedGuide:
         self._trigger_id = opening.token_id if isinstance(opening, Trigger) else opening.end_id
         # May still begin the text that goes before.
         self._start_id = None if isinstance(opening, Trigger) else opening.start_id
-        self._free_words = _with(free_words, self._trigger_id)
+        self._free_words = with_ids(free_words, [self._trigger_id])
         self._guide = None if self._start_id is None else start()
 
     @property
@@ -132,7 +130,7 @@ class OpenedGuide:
         if self._guide is None:
             return self._free_words
         words = self._guide.allowed_words(max_left)
-        return words if self._start_id is None else _with(words, self._start_id)
+        return words if self._start_id is None else with_ids(words, [self._start_id])
 
     def forced_ids(self, limit: int) -> Sequence[int]:
         """Return the first of the ids that must follow, at most so many."""
@@ -176,7 +174,7 @@ class ForcedGuide:
         """Return the mask of the tokens that may follow."""
         if self._guide is not None:
             return self._guide.allowed_words(max_left)
-        return _with(np.zeros(self._num_words, np.uint32), self._left[0])
+        return with_ids(np.zeros(self._num_words, np.uint32), self._left[:1])
 
     def forced_ids(self, limit: int) -> Sequence[int]:
         """Return the first of the ids that must follow, at most so many."""
@@ -192,7 +190,20 @@ class ForcedGuide:
             self._guide = self._start()
 
 
-def _with(words: NDArray[np.uint32], token_id: int) -> NDArray[np.uint32]:
-    changed = words.copy()
-    changed[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-    return changed
+def opened_start(
+    start: Callable[[], Guide],
+    opening: Opening,
+    *,
+    vocab_size: int,
+    is_text_V: NDArray[np.bool_],
+    num_words: int,
+) -> Callable[[], Guide]:
+    """Return what gives guides of a grammar and what goes before it, as `opened` does for tables.
+
+    `num_words` are those of a mask.
+    """
+    if isinstance(opening, Forced):
+        return lambda: ForcedGuide(start, opening, num_words)
+    is_free_V = np.ones(vocab_size, np.bool_) if isinstance(opening, Trigger) else is_text_V
+    free_words = packed(is_free_V, num_words)
+    return lambda: OpenedGuide(start, opening, free_words)

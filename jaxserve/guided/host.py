@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import SchemaError
+from jaxserve.guided.masks import packed
 from jaxserve.guided.tables import HostGrammar
 from jaxserve.guided.vocabulary import GrammarVocabulary
 
@@ -107,12 +108,11 @@ class HostTokenizer:
         self.tokenizer: Any = made_by.LLTokenizer(
             made_by.TokenizerWrapper(wrapped), slices=made_by.LLTokenizer.json_slices()
         )
-        text_V = np.ones(-(-vocabulary.size // 32) * 32, np.bool_)
+        text_V = np.ones(vocabulary.size, np.bool_)
         # Control tokens are in masks where the grammar names them, and nowhere else; but the one
         # that ends texts for the library is in all masks of texts that may end.
         text_V[wrapped.eos_token_id] = False
-        text_V[vocabulary.size :] = False
-        self.text_W = np.packbits(text_V, bitorder="little").view("<u4").astype(np.uint32)
+        self.text_W = packed(text_V)
 
 
 class HostMatcher:
@@ -135,7 +135,7 @@ class HostMatcher:
         return bool(self._matcher.is_accepting())
 
     def fill_mask(self, row_W: NDArray[np.uint32]) -> None:
-        """Write which ids may follow: bit t % 32 of word t // 32 is token t; end ids are in none.
+        """Write which ids may follow, packed as `guided.masks` says; end ids are in none.
 
         `row_W` is contiguous and has ⌈V/32⌉ words or more; more than that become 0.
         """

@@ -14,12 +14,17 @@ from numpy.typing import NDArray
 
 START_STATE = 0
 DEAD_STATE = -1
+MAX_STATES = 32_767
+"""States are int16."""
 
 _SCHEMAS_PER_TIME = 6
 MAX_TIME_FACTOR = 4.0
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "calls"]
-Path = Literal["tables", "host"]
+
+
+class TablesTooLargeError(Exception):
+    """The grammar has more states or classes than tables can hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +77,7 @@ class TokenTables:
             control tokens, end ids, unused ids.
         next_SC: int16.
         mask_id_S: int32, the state's row of `masks_DW`.
-        masks_DW: uint32; bit t % 32 (least significant first) of word t // 32 is token t.
+        masks_DW: uint32, packed as `guided.masks` says.
         accepting_S: bool; the text may end exactly here. End ids are in no mask: who samples adds
             them where this is true.
         forced_byte_S: int16, the only byte that can follow, or -1 where the text may end or more

@@ -10,18 +10,14 @@ from numpy.typing import NDArray
 
 from jaxserve.errors import SchemaError
 from jaxserve.guided.automaton import DEAD, Dfa
-from jaxserve.guided.tables import TokenTables
+from jaxserve.guided.masks import num_words
+from jaxserve.guided.tables import MAX_STATES, TablesTooLargeError, TokenTables
 from jaxserve.guided.vocabulary import GrammarVocabulary
 
-MAX_STATES = 32_767
 MAX_CLASSES = 65_535
 MAX_MAP_BYTES = 256 << 20
 _BLOCK_TOKENS = 8_192
 """What is worked on at a time: it should stay in the processor's cache."""
-
-
-class TablesTooLargeError(Exception):
-    """The grammar has more states or classes than tables can hold."""
 
 
 def token_tables(
@@ -52,8 +48,8 @@ def token_tables(
         next_SC = _without_dead_ends(next_SC, dfa.accepting_S)
     forced_byte_S, forced_next_S = _forced(dfa)
     firsts, mask_id_S = _distinct(next_SC >= 0)
-    num_words = -(-len(class_of_V) // 32)
-    if left_bytes is not None and len(firsts) * num_words * 4 > left_bytes:
+    mask_bytes = 4 * num_words(len(class_of_V))
+    if left_bytes is not None and len(firsts) * mask_bytes > left_bytes:
         raise TablesTooLargeError
     masks = _masks(next_SC[firsts] >= 0, class_of_V)
     tables = TokenTables(
@@ -161,10 +157,9 @@ def _distinct(allowed_SC: NDArray[np.bool_]) -> tuple[list[int], NDArray[np.int3
 def _masks(allowed_DC: NDArray[np.bool_], class_of_V: NDArray[np.intp]) -> NDArray[np.uint32]:
     """Return the packed masks over tokens of some over classes."""
     packed_CG = np.packbits(allowed_DC.T, axis=1, bitorder="little")
-    num_words = -(-len(class_of_V) // 32)
-    padded = np.zeros(num_words * 32, np.intp)
+    padded = np.zeros(num_words(len(class_of_V)) * 32, np.intp)
     padded[: len(class_of_V)] = class_of_V
-    masks = np.empty((packed_CG.shape[1] * 8, num_words * 4), np.uint8)
+    masks = np.empty((packed_CG.shape[1] * 8, len(padded) // 8), np.uint8)
     for first in range(0, len(padded), _BLOCK_TOKENS):
         # Bits of eight masks for one token make a byte; they are to be those of eight tokens.
         bytes_VG = packed_CG[padded[first : first + _BLOCK_TOKENS]]

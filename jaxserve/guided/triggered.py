@@ -11,7 +11,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.guided.tables import DEAD_STATE, TokenTables
+from jaxserve.guided.masks import num_words, packed
+from jaxserve.guided.tables import (
+    DEAD_STATE,
+    MAX_STATES,
+    START_STATE,
+    TablesTooLargeError,
+    TokenTables,
+)
 
 FREE_STATE = 0
 
@@ -44,14 +51,11 @@ Opening = Trigger | Thought | Forced
 
 def anything(vocab_size: int) -> TokenTables:
     """Return tables that allow every id, and an end everywhere."""
-    mask_W = np.zeros(-(-vocab_size // 32), np.uint32)
-    packed = np.packbits(np.ones(vocab_size, np.bool_), bitorder="little")
-    mask_W.view(np.uint8)[: len(packed)] = packed
     made = TokenTables(
         class_of_V=np.ones(vocab_size, np.uint16),
         next_SC=np.array([[DEAD_STATE, FREE_STATE]], np.int16),
         mask_id_S=np.zeros(1, np.int32),
-        masks_DW=mask_W[None],
+        masks_DW=packed(np.ones(vocab_size, np.bool_))[None],
         accepting_S=np.ones(1, np.bool_),
         forced_byte_S=np.full(1, -1, np.int16),
         forced_next_S=np.full(1, -1, np.int16),
@@ -63,71 +67,45 @@ def anything(vocab_size: int) -> TokenTables:
 def opened(
     tables: TokenTables, opening: Opening, *, vocab_size: int, is_text_V: NDArray[np.bool_]
 ) -> TokenTables:
-    """Return tables of a grammar and what goes before it; raises as these functions do."""
+    """Return tables of a grammar and what goes before it.
+
+    Raises:
+        TablesTooLargeError: the states before the grammar's are more than there is room for.
+    """
     if isinstance(opening, Trigger):
-        return triggered(tables, opening.token_id, vocab_size=vocab_size, returns=True)
+        return triggered(tables, opening.token_id, vocab_size=vocab_size)
     if isinstance(opening, Forced):
         return behind_ids(tables, opening)
     return behind_thought(tables, opening, is_text_V)
 
 
-_MAX_STATES = int(np.iinfo(np.int16).max)
-
-
-def triggered(
-    tables: TokenTables, trigger_id: int, *, vocab_size: int, returns: bool
-) -> TokenTables:
+def triggered(tables: TokenTables, trigger_id: int, *, vocab_size: int) -> TokenTables:
     """Return tables that begin in free text, and pass to the given ones behind `trigger_id`.
 
     In free text every id below `vocab_size` is allowed, control tokens too, and the text may end.
-    `returns`: free text follows where the grammar may end, and the trigger may come again; else
-    nothing does. Where the grammar may end and may go on, what it allows is taken as its own.
-
-    Raises:
-        ValueError: the tables have as many states as there can be.
+    Free text follows where the grammar may end, and the trigger may come again. Where the grammar
+    may end and may go on, what it allows is taken as its own. Raises as `opened`.
     """
-    num_states, num_classes = tables.next_SC.shape
-    if num_states >= _MAX_STATES:
-        raise ValueError(f"{num_states} states leave no room for another one")
+    num_classes = tables.next_SC.shape[1]
     class_of_V = np.zeros(max(vocab_size, len(tables.class_of_V)), np.uint16)
     class_of_V[: len(tables.class_of_V)] = tables.class_of_V
     old_class = int(class_of_V[trigger_id])
     class_of_V[trigger_id] = num_classes
-
-    next_SC = np.full((num_states + 1, num_classes + 1), FREE_STATE, np.int16)
+    next_SC = _moves(tables, 1, [*range(num_classes), old_class])
+    next_SC[FREE_STATE] = FREE_STATE
     next_SC[FREE_STATE, num_classes] = 1
-    own_SC = np.where(tables.next_SC >= 0, tables.next_SC + 1, -1).astype(np.int16)
-    next_SC[1:, :num_classes] = own_SC
-    next_SC[1:, num_classes] = own_SC[:, old_class]
-    accepting_S = np.append(True, tables.accepting_S)
-    if returns:
-        is_left_SC = accepting_S[:, None] & (next_SC < 0)
-        next_SC = np.where(is_left_SC, next_SC[FREE_STATE], next_SC)
-        # What a state with no way on leads to is free text already.
-        is_over_S = accepting_S & (np.append(-1, tables.next_SC.max(axis=1)) < 0)
-        is_over_S[FREE_STATE] = False
-        next_SC = np.where((next_SC > 0) & is_over_S[next_SC], FREE_STATE, next_SC)
 
-    width = -(-len(class_of_V) // 32)
-    masks_DW = np.zeros((len(tables.masks_DW) + 1, width), np.uint32)
-    masks_DW[:-1, : tables.masks_DW.shape[1]] = tables.masks_DW
-    everything = np.packbits(np.ones(len(class_of_V), np.bool_), bitorder="little")
-    masks_DW[-1].view(np.uint8)[: len(everything)] = everything
-    free_mask = len(masks_DW) - 1
-    mask_id_S = np.append(free_mask, tables.mask_id_S).astype(np.int32)
-    if returns:
-        mask_id_S[accepting_S] = free_mask
-    forced_next_S = np.where(tables.forced_next_S >= 0, tables.forced_next_S + 1, -1)
-    made = replace(
-        tables,
-        class_of_V=class_of_V,
-        next_SC=next_SC.astype(np.int16),
-        mask_id_S=mask_id_S,
-        masks_DW=masks_DW,
-        accepting_S=accepting_S,
-        forced_byte_S=np.append(np.int16(-1), tables.forced_byte_S),
-        forced_next_S=np.append(-1, forced_next_S).astype(np.int16),
-    )
+    accepting_S = np.append(True, tables.accepting_S)
+    is_left_SC = accepting_S[:, None] & (next_SC < 0)
+    next_SC = np.where(is_left_SC, next_SC[FREE_STATE], next_SC)
+    # What a state with no way on leads to is free text already.
+    is_over_S = accepting_S & (np.append(-1, tables.next_SC.max(axis=1)) < 0)
+    is_over_S[FREE_STATE] = False
+    next_SC = np.where((next_SC > 0) & is_over_S[next_SC], FREE_STATE, next_SC).astype(np.int16)
+
+    made = _with_states_before(tables, class_of_V, next_SC, [True])
+    mask_id_S = np.where(accepting_S, made.mask_id_S[FREE_STATE], made.mask_id_S)
+    made = replace(made, mask_id_S=mask_id_S)
     made.freeze()
     return made
 
@@ -137,20 +115,14 @@ def behind_thought(
 ) -> TokenTables:
     """Return tables of a thought and what follows it.
 
-    A thought is any number of tokens of `is_text_V`; it cannot end the text.
-
-    Raises:
-        ValueError: the tables have as many states as there can be.
+    A thought is any number of tokens of `is_text_V`; it cannot end the text. Raises as `opened`.
     """
-    num_states, num_classes = tables.next_SC.shape
+    num_classes = tables.next_SC.shape[1]
     lead = 1 if thought.start_id is None else 2
     inside = lead - 1
-    if num_states + lead > _MAX_STATES:
-        raise ValueError(f"{num_states} states leave no room for {lead} more")
     # Classes of before, in two each: those of text and others. The markers are of their own.
     class_V = 2 * tables.class_of_V.astype(np.int64) + 2
     class_V += is_text_V
-    old_class_V = tables.class_of_V
     own = [thought.end_id] if thought.start_id is None else [thought.end_id, thought.start_id]
     class_V[own] = 2 * num_classes + 4 + np.arange(len(own))
     # Class 0 has to be one that is allowed nowhere.
@@ -159,79 +131,79 @@ def behind_thought(
     is_text_C = np.append(False, is_text_V[first])
     is_text_C[class_of_V[own]] = False
 
-    next_SC = np.full((num_states + lead, len(first) + 1), DEAD_STATE, np.int16)
-    old_SC = np.where(tables.next_SC >= 0, tables.next_SC + lead, DEAD_STATE)
-    next_SC[lead:, 1:] = old_SC[:, old_class_V[first]]
+    next_SC = _moves(tables, lead, [0, *tables.class_of_V[first].tolist()])
     next_SC[inside, is_text_C] = inside
     next_SC[inside, class_of_V[thought.end_id]] = lead
-    accepting_S = np.append(np.zeros(lead, np.bool_), tables.accepting_S)
+    accepting = [False] * lead
     if thought.start_id is not None:
         next_SC[0] = next_SC[lead]
         next_SC[0, class_of_V[thought.start_id]] = inside
-        accepting_S[0] = accepting_S[lead]
-    masks = [_packed(next_SC[state, class_of_V] >= 0, tables.masks_DW) for state in range(lead)]
-    first_mask = len(tables.masks_DW)
-    made = replace(
-        tables,
-        class_of_V=class_of_V.astype(np.uint16),
-        next_SC=next_SC,
-        mask_id_S=np.append(first_mask + np.arange(lead), tables.mask_id_S).astype(np.int32),
-        masks_DW=np.concatenate([tables.masks_DW, masks]),
-        accepting_S=accepting_S,
-        forced_byte_S=_prepended([-1] * lead, tables.forced_byte_S),
-        forced_next_S=_prepended(
-            [-1] * lead, np.where(tables.forced_next_S >= 0, tables.forced_next_S + lead, -1)
-        ),
-    )
-    made.freeze()
-    return made
+        accepting[0] = bool(tables.accepting_S[START_STATE])
+    return _with_states_before(tables, class_of_V.astype(np.uint16), next_SC, accepting)
 
 
 def behind_ids(tables: TokenTables, forced: Forced) -> TokenTables:
-    """Return tables of some tokens and what follows them; one of them at least.
-
-    Raises:
-        ValueError: the tables have as many states as there can be.
-    """
-    num_states, num_classes = tables.next_SC.shape
+    """Return tables of some tokens, at least one, and what follows them; raises as `opened`."""
+    num_classes = tables.next_SC.shape[1]
     lead = len(forced.token_ids)
-    if num_states + lead > _MAX_STATES:
-        raise ValueError(f"{num_states} states leave no room for {lead} more")
     # Each of the tokens gets a class of its own.
     own = {token_id: num_classes + i for i, token_id in enumerate(dict.fromkeys(forced.token_ids))}
     class_of_V = tables.class_of_V.copy()
     class_of_V[list(own)] = list(own.values())
     old_classes = [*range(num_classes), *tables.class_of_V[list(own)].tolist()]
-    next_SC = np.full((num_states + lead, len(old_classes)), DEAD_STATE, np.int16)
-    old_SC = np.where(tables.next_SC >= 0, tables.next_SC + lead, DEAD_STATE)
-    next_SC[lead:] = old_SC[:, old_classes]
+    next_SC = _moves(tables, lead, old_classes)
     for state, token_id in enumerate(forced.token_ids):
         next_SC[state, own[token_id]] = state + 1
-    masks = [_packed(next_SC[state, class_of_V] >= 0, tables.masks_DW) for state in range(lead)]
-    first_mask = len(tables.masks_DW)
+    return _with_states_before(tables, class_of_V, next_SC, [False] * lead)
+
+
+def _moves(tables: TokenTables, lead: int, old_classes: Sequence[int]) -> NDArray[np.int16]:
+    """Return the moves of some tables behind `lead` states that lead nowhere yet.
+
+    By new class: `old_classes` says what each has been.
+
+    Raises:
+        TablesTooLargeError: that would be too many states.
+    """
+    num_states = lead + len(tables.next_SC)
+    if num_states > MAX_STATES:
+        raise TablesTooLargeError
+    next_SC = np.full((num_states, len(old_classes)), DEAD_STATE, np.int16)
+    next_SC[lead:] = _behind(tables.next_SC, lead)[:, old_classes]
+    return next_SC
+
+
+def _with_states_before(
+    tables: TokenTables,
+    class_of_V: NDArray[np.uint16],
+    next_SC: NDArray[np.int16],
+    accepting: Sequence[bool],
+) -> TokenTables:
+    """Return tables with states before theirs, one for each of `accepting`.
+
+    `next_SC` is what `_moves` gave, with the ways of these states.
+    """
+    lead, num_masks = len(accepting), len(tables.masks_DW)
+    width = num_words(len(class_of_V))
+    masks_DW = np.zeros((num_masks + lead, width), np.uint32)
+    masks_DW[:num_masks, : tables.masks_DW.shape[1]] = tables.masks_DW
+    for state in range(lead):
+        masks_DW[num_masks + state] = packed(next_SC[state, class_of_V] >= 0)
+    none = np.full(lead, -1, np.int16)
     made = replace(
         tables,
         class_of_V=class_of_V,
         next_SC=next_SC,
-        mask_id_S=np.append(first_mask + np.arange(lead), tables.mask_id_S).astype(np.int32),
-        masks_DW=np.concatenate([tables.masks_DW, masks]),
-        accepting_S=np.append(np.zeros(lead, np.bool_), tables.accepting_S),
-        forced_byte_S=_prepended([-1] * lead, tables.forced_byte_S),
-        forced_next_S=_prepended(
-            [-1] * lead, np.where(tables.forced_next_S >= 0, tables.forced_next_S + lead, -1)
-        ),
+        mask_id_S=np.append(num_masks + np.arange(lead), tables.mask_id_S).astype(np.int32),
+        masks_DW=masks_DW,
+        accepting_S=np.append(accepting, tables.accepting_S),
+        forced_byte_S=np.append(none, tables.forced_byte_S),
+        forced_next_S=np.append(none, _behind(tables.forced_next_S, lead)),
     )
     made.freeze()
     return made
 
 
-def _prepended(first: Sequence[int], others: NDArray[np.int16]) -> NDArray[np.int16]:
-    return np.append(np.array(first, np.int16), others).astype(np.int16)
-
-
-def _packed(is_set_V: NDArray[np.bool_], masks_DW: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Pack a mask to as many words as others have."""
-    words: NDArray[np.uint32] = np.zeros_like(masks_DW[0])
-    packed = np.packbits(is_set_V, bitorder="little")
-    words.view(np.uint8)[: len(packed)] = packed
-    return words
+def _behind(states: NDArray[np.int16], lead: int) -> NDArray[np.int16]:
+    """Return states as they are numbered behind `lead` others; none stays none."""
+    return np.where(states >= 0, states + np.int16(lead), np.int16(DEAD_STATE))

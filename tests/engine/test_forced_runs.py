@@ -66,7 +66,7 @@ def grammar_of(source: str, *, on_device: bool = True, trigger: int | None = Non
         return Grammar(start=lambda: MatcherGuide(matcher.copy(), num_words=VOCAB // 32))
     assert isinstance(tables, TokenTables)
     if trigger is not None:
-        tables = triggered(tables, trigger, vocab_size=VOCAB, returns=True)
+        tables = triggered(tables, trigger, vocab_size=VOCAB)
     made, id_S = canonical(tables, encode)
     distance_S = distances(made)
     image = pack(made, f"{source}{trigger}", VOCAB, PLAN.arena_rows) if on_device else None

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.device.arena import distances, pack
 from jaxserve.guided.guide import TablesGuide
+from jaxserve.guided.masks import packed
 from jaxserve.guided.tables import TokenTables
 from jaxserve.guided.triggered import triggered
 from jaxserve.types import (
@@ -204,20 +205,13 @@ def test_min_tokens_keep_a_text_open_that_may_go_on(e2b: TinyModel) -> None:
         loop,
         next_SC=np.where(np.arange(3) > 0, np.int16(0), np.int16(-1))[None].astype(np.int16),
         mask_id_S=np.zeros(1, np.int32),
-        masks_DW=words_mask(loop.class_of_V > 0),
+        masks_DW=packed(loop.class_of_V > 0)[None],
         accepting_S=np.ones(1, np.bool_),
     )
     sampling = replace(HOT, min_tokens=12, logit_bias=((1, 100.0), (106, 100.0)))
     ids = run_alone(e2b.runner, guided("m", tables, sampling))
     assert len(ids) == 13
     assert not ENDS.intersection(ids[:-1])
-
-
-def words_mask(
-    is_set_V: "np.ndarray[tuple[int], np.dtype[np.bool_]]",
-) -> "np.ndarray[tuple[int, int], np.dtype[np.uint32]]":
-    packed = np.packbits(is_set_V, bitorder="little")
-    return packed.view(np.uint32)[None]
 
 
 def test_a_text_is_complete_when_its_budget_ends(e2b: TinyModel) -> None:
@@ -243,18 +237,16 @@ def test_a_grammar_that_begins_in_mid_stream_leaves_the_rest_alone(e2b: TinyMode
     free = run_alone(e2b.runner, request_of("f", prompt, 30, replace(HOT, seed=1)))
     trigger = free[10]
     assert trigger not in free[:10]
-    for returns in (True, False):
-        tables = triggered(inner, trigger, vocab_size=VOCAB, returns=returns)
-        request = replace(
-            request_of("t", prompt, 30, replace(HOT, seed=1)),
-            guidance=Guidance(grammar=grammar_of(tables, f"t{returns}"), end_ids=ENDS),
-        )
-        ids = run_alone(e2b.runner, request)
-        assert run_alone(e2b.runner, on_host(request)) == ids
-        assert ids[:11] == free[:11]
-        behind = next(n for n in (1, 3) if ids[11 : 11 + n] in {(200, 201, 202), (203,)})
-        rest = ids[11 + behind :]
-        assert set(rest) <= ENDS if not returns else not set(rest) <= ENDS
+    tables = triggered(inner, trigger, vocab_size=VOCAB)
+    request = replace(
+        request_of("t", prompt, 30, replace(HOT, seed=1)),
+        guidance=Guidance(grammar=grammar_of(tables, "t"), end_ids=ENDS),
+    )
+    ids = run_alone(e2b.runner, request)
+    assert run_alone(e2b.runner, on_host(request)) == ids
+    assert ids[:11] == free[:11]
+    behind = next(n for n in (1, 3) if ids[11 : 11 + n] in {(200, 201, 202), (203,)})
+    assert not set(ids[11 + behind :]) <= ENDS
 
 
 def test_an_aborted_sequence_leaves_its_grammars_rows_to_others(e2b: TinyModel) -> None:

@@ -13,9 +13,9 @@ from jaxserve.guided import compiling
 from jaxserve.guided.calls import AnswerSpec, CallMarks, CallsSource, CallTool, Strictness
 from jaxserve.guided.checking import TextChecker
 from jaxserve.guided.compiling import compile_grammar, host_calls
-from jaxserve.guided.guide import ForcedGuide, MatcherGuide, OpenedGuide, TablesGuide
+from jaxserve.guided.guide import MatcherGuide, TablesGuide, opened_start
 from jaxserve.guided.host import HostMatcher, HostTokenizer
-from jaxserve.guided.tables import GrammarSpec, HostGrammar, TokenTables
+from jaxserve.guided.tables import GrammarSpec, HostGrammar, TablesTooLargeError, TokenTables
 from jaxserve.guided.triggered import (
     Forced,
     Opening,
@@ -27,7 +27,7 @@ from jaxserve.guided.triggered import (
 )
 from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.types import Guide
-from tests.grammars import random_walk
+from tests.grammars import ids_of, random_walk
 
 START, END, QUOTE, THINK, THOUGHT = range(256, 261)
 SPELLINGS = {
@@ -287,19 +287,17 @@ def test_tables_and_guides_let_the_same_go_before(opening: Opening) -> None:
     made = source(("f", LAMP), is_opened=is_opened, repeats=False)
     inner = compile_grammar(spec(made), VOCABULARY)
     assert isinstance(inner, TokenTables)
-    free_V = np.ones(VOCABULARY.size, np.bool_) if is_opened else VOCABULARY.is_text_V
-    free_words = np.zeros(inner.masks_DW.shape[1], np.uint32)
-    packed = np.packbits(free_V, bitorder="little")
-    free_words.view(np.uint8)[: len(packed)] = packed
     tables = opened(inner, opening, vocab_size=VOCABULARY.size, is_text_V=VOCABULARY.is_text_V)
+    start = opened_start(
+        lambda: TablesGuide(inner),
+        opening,
+        vocab_size=VOCABULARY.size,
+        is_text_V=VOCABULARY.is_text_V,
+        num_words=inner.masks_DW.shape[1],
+    )
     rng = np.random.default_rng(5)
     for _ in range(30):
-        both: list[Guide] = [
-            TablesGuide(tables),
-            ForcedGuide(lambda: TablesGuide(inner), opening, len(free_words))
-            if isinstance(opening, Forced)
-            else OpenedGuide(lambda: TablesGuide(inner), opening, free_words),
-        ]
+        both: list[Guide] = [TablesGuide(tables), start()]
         for _ in range(40):
             masks = [ids_of(guide.allowed_words()) for guide in both]
             assert masks[0] == masks[1]
@@ -319,11 +317,6 @@ def test_anything_is_anything() -> None:
     assert ids_of(tables.masks_DW[0]) == set(range(40))
     assert tables.advance(0, 39) == 0
     assert tables.advance(0, 40) == -1
-
-
-def ids_of(words: Any) -> set[int]:
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")[: VOCABULARY.size]
-    return set(np.flatnonzero(bits).tolist())
 
 
 def test_a_thought_is_text_that_does_not_end() -> None:
@@ -349,7 +342,7 @@ def test_a_thought_is_text_that_does_not_end() -> None:
     assert inside.advance(0, x) == 0
     assert inside.advance(inside.advance(0, THOUGHT), a) > 0
     full = replace(inner, next_SC=np.zeros((32_767, 1), np.int16))
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(TablesTooLargeError):
         behind_thought(full, Thought(THOUGHT, None), VOCABULARY.is_text_V)
 
 

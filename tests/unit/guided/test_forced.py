@@ -17,11 +17,11 @@ from jaxserve.guided.triggered import triggered
 from tests.grammars import (
     CONTROL_ID,
     distances,
+    ids_of,
     longest_first,
     random_walk,
     spelled,
     tiny_vocabulary,
-    unpacked,
 )
 
 VOCABULARY = tiny_vocabulary()
@@ -52,8 +52,7 @@ def chain(made: CanonicalTables, limit: int = 1000) -> Sequence[int]:
 
 
 def allowed(tables: TokenTables, state: int) -> set[int]:
-    words = tables.masks_DW[tables.mask_id_S[state]]
-    return set(np.flatnonzero(unpacked(words, VOCABULARY.size)).tolist())
+    return ids_of(tables.masks_DW[tables.mask_id_S[state]], VOCABULARY.size)
 
 
 def test_forced_text_is_written_as_the_tokenizer_does_but_for_its_last_token() -> None:
@@ -135,7 +134,7 @@ def test_a_control_token_of_the_grammar_is_forced_and_what_stands_before_it_whol
 
 
 def test_free_text_in_front_of_a_grammar_stays_free() -> None:
-    tables = triggered(compiled(NAME), CONTROL_ID, vocab_size=VOCABULARY.size, returns=True)
+    tables = triggered(compiled(NAME), CONTROL_ID, vocab_size=VOCABULARY.size)
     made = canonical(tables, encode)
     assert chain(made) == []
     guide = TablesGuide(made.tables, forced_id_S=made.id_S)

@@ -7,7 +7,7 @@ from jaxserve.guided.guide import MatcherGuide, TablesGuide
 from jaxserve.guided.host import HostMatcher, HostTokenizer
 from jaxserve.guided.tables import HostGrammar
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from jaxserve.types import Guide
+from tests.grammars import ids_of
 from tests.guided_tables import words_of
 
 # Bytes twice, as tokenizers with a fallback have them, some longer pieces, and a control token.
@@ -17,11 +17,6 @@ PIECES: dict[int, str | int] = {
     262: "<end>",
 }
 VOCABULARY = GrammarVocabulary.build(PIECES, control_ids=(262,))
-
-
-def allowed(guide: Guide) -> set[int]:
-    bits = np.unpackbits(guide.allowed_words().view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist())
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def test_a_matcher_allows_nothing_that_it_does_not_take(source: str, texts: list
     for _ in range(20):
         guide = MatcherGuide(matcher.copy(), num_words=9)
         text = b""
-        while following := sorted(allowed(guide)):
+        while following := sorted(ids_of(guide.allowed_words())):
             token_id = int(rng.choice(following))
             guide.advance(token_id)
             text += VOCABULARY.token_bytes[token_id]
@@ -50,7 +45,7 @@ def test_a_matcher_allows_nothing_that_it_does_not_take(source: str, texts: list
                 return
         assert guide.may_end
         guide.advance(262)
-        assert allowed(guide) == set()
+        assert ids_of(guide.allowed_words()) == set()
         assert guide.may_end
 
 
@@ -59,8 +54,7 @@ def test_a_guide_of_tables_keeps_to_what_is_in_time() -> None:
     guide = TablesGuide(tables, np.array([2, 1, 3, 2, 1]))
 
     def allowed_within(max_left: int | None) -> set[int]:
-        bits = np.unpackbits(guide.allowed_words(max_left).view(np.uint8), bitorder="little")
-        return set(np.flatnonzero(bits).tolist())
+        return ids_of(guide.allowed_words(max_left))
 
     assert allowed_within(None) == allowed_within(3) == {10, 11}
     assert allowed_within(2) == allowed_within(1) == {10}
