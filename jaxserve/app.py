@@ -38,6 +38,7 @@ from jaxserve.http.answer_parts import REASONING_FIELDS
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.grammars import Grammars
+from jaxserve.http.layouts import Layouts
 from jaxserve.http.protocol import HttpProtocol
 from jaxserve.http.served_model import ServedModel
 from jaxserve.hub.demo import DEMO_MODEL_NAME
@@ -332,10 +333,12 @@ def make_grammars(
             cpu_s=config.grammar_compile_s,
             memory_bytes=config.grammar_compile_bytes,
         ),
-        vocabulary,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        vocab_size=vocab_size,
-        arena_rows=loaded.runner.arena_rows,
+        Layouts(
+            vocabulary,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            vocab_size=vocab_size,
+            arena_rows=loaded.runner.arena_rows,
+        ),
     )
 
 

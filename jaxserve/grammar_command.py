@@ -20,7 +20,7 @@ from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.hub.resolve import resolve_model
 from jaxserve.openai.call_grammar import calls_spec
 from jaxserve.openai.tools import TOOLS, ToolUse
-from jaxserve.text.markers import Markers, call_marks
+from jaxserve.text.markers import Markers, call_marks, control_marks
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -69,11 +69,7 @@ def run(arguments: dict[str, Any], cache_dir: Path) -> int:
     markers = Markers.find(tokenizer)
     vocabulary = _vocabulary(tokenizer, markers)
     spec = _spec(arguments, call_marks(markers, vocabulary.marks))
-    controls = {}
-    if markers is not None and spec.kind == "calls":
-        controls = {
-            spelling: vocabulary.marks[token_id] for spelling, token_id in markers.spellings.items()
-        }
+    controls = control_marks(markers, vocabulary.marks) if spec.kind == "calls" else {}
     texts = {name: _read(name) for name in arguments["text"]}
     begun_s = time.process_time()
     try:

@@ -10,14 +10,15 @@ from starlette.responses import Response
 
 from jaxserve import logs
 from jaxserve.errors import InvalidRequestError, UnavailableError
+from jaxserve.guided.triggered import Forced
 from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.answers import AnswerWriter
 from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Generation, Generator
-from jaxserve.http.grammars import Grammars, guidance, guide
-from jaxserve.http.guidance import AnswerGrammar, answer_grammar, forced_closers
+from jaxserve.http.grammars import guidance, guide
+from jaxserve.http.guidance import AnswerGrammar, AnswerGrammars
 from jaxserve.http.middleware import SUMMARY
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.scores import ToldPrompts, check_scores
@@ -62,12 +63,17 @@ async def generate(
     )
     if turns is not None:
         requests = [turns.fit(request) for request in requests]
-    grammars = model.grammars and model.grammars.stopping_at(options.stop_token_ids)
+    grammars = AnswerGrammars(
+        grammars=model.grammars,
+        plan=turns,
+        prompt_ids=id_lists[0],
+        stop_ids=options.stop_token_ids,
+    )
     loop = asyncio.get_running_loop()
     due_s = None if options.timeout_s is None else loop.time() + options.timeout_s
     with _compiling_until(due_s) as limit:
         async with limit:
-            grammar = await answer_grammar(grammars, options.grammar, turns, id_lists[0])
+            grammar = await grammars.whole(options.grammar)
     if grammar is not None:
         requests = guide(
             requests,
@@ -159,7 +165,7 @@ async def _limited(
     engine: Generator,
     turns: TurnPlan,
     request: GenerationRequest,
-    grammars: Grammars | None,
+    grammars: AnswerGrammars,
     grammar: AnswerGrammar | None,
     options: GenerationOptions,
 ) -> Generator:
@@ -178,14 +184,14 @@ async def _limited(
 
     forced: dict[tuple[int, ...], Grammar] = {}
     if options.logprobs is not None or options.prompt_logprobs is not None:
-        both = closers(markers, model.tokenizer)
-        forced = await forced_closers(grammars, grammar, both)
+        for ids in closers(markers, model.tokenizer):
+            forced[ids] = await grammars.behind(grammar, Forced(ids))
     return ThoughtBudget(
         engine=engine,
         num_tokens=turns.thought_budget,
         markers=markers,
         tokenizer=model.tokenizer,
-        guidance=None if grammar is None else guided(grammar.behind_thought),
+        guidance=None if grammar is None else guided(await grammars.behind(grammar)),
         forced={ids: guided(by) for ids, by in forced.items()},
     )
 

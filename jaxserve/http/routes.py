@@ -20,7 +20,7 @@ from jaxserve.http.config import HttpConfig
 from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
-from jaxserve.http.guidance import check_grammar
+from jaxserve.http.grammar_check import check_grammar
 from jaxserve.http.middleware import header_request_id
 from jaxserve.http.prompts import (
     Echo,
@@ -236,7 +236,8 @@ class Endpoints:
         model = self._loaded_model()
         request = parse_grammar_check(await self._body(http))
         _accept(request.model, None, http, model)
-        return _json(await check_grammar(request, model))
+        strict = self._config.strict_tools
+        return _json(await check_grammar(request, model, strict_by_default=strict))
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""

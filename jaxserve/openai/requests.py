@@ -3,7 +3,7 @@
 Knows neither tokens nor the model: what depends on them is checked where the prompt is made.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
 from jaxserve.openai.fields import (
@@ -101,7 +101,7 @@ _PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarCheckRequest:
-    """POST /v1/grammar/check: a grammar or, where that is None, calls that have to be made."""
+    """POST /v1/grammar/check: a grammar, tools or both, as they stand in a chat's request."""
 
     model: str | None
     grammar: GrammarRequest | None
@@ -391,13 +391,6 @@ def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
             f"texts have {num_chars} characters in all; at most {MAX_CHECKED_CHARS} are judged.",
             param="texts",
         )
-    if grammar is not None and tool_use.offered:
-        raise InvalidRequestError(
-            f"{grammar.param} and tools are two grammars; one is checked.", param="tools"
-        )
     return GrammarCheckRequest(
-        model=values[MODEL],
-        grammar=grammar,
-        tool_use=replace(tool_use, must_call=True),
-        texts=values[_TEXTS],
+        model=values[MODEL], grammar=grammar, tool_use=tool_use, texts=values[_TEXTS]
     )

@@ -45,10 +45,17 @@ def call_marks(markers: Markers | None, marks: Mapping[int, str]) -> CallMarks |
     return CallMarks(*(marks[token_id] for token_id in ids))
 
 
+def control_marks(markers: Markers | None, marks: Mapping[int, str]) -> dict[str, str]:
+    """Return by their spelling what stands for all markers in grammars, as in `call_marks`."""
+    spellings = {} if markers is None else markers.spellings
+    return {spelling: marks[token_id] for spelling, token_id in spellings.items()}
+
+
+CALL_START = "<|tool_call>"
 _SPELLINGS = {
     "thought_start": "<|channel>",
     "thought_end": "<channel|>",
-    "call_start": "<|tool_call>",
+    "call_start": CALL_START,
     "call_end": "<tool_call|>",
     "response_start": "<|tool_response>",
     "delimiter": '<|"|>',

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 
-import numpy as np
-
 from jaxserve.guided.compiling import compile_grammar
+from jaxserve.guided.masks import has_id
 from jaxserve.guided.tables import Grammar, GrammarSpec
 from jaxserve.guided.vocabulary import GrammarVocabulary
 from jaxserve.http.grammars import Grammars
+from jaxserve.http.layouts import Layouts
 from jaxserve.http.served_model import ServedModel
 from jaxserve.types import GenerationRequest
 from tests.fake_engine import turn_ids
@@ -40,10 +40,12 @@ def with_grammars(model: ServedModel) -> ServedModel:
     )
     grammars = Grammars(
         InlineCompiler(vocabulary),
-        vocabulary,
-        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-        vocab_size=model.vocab_size,
-        arena_rows=4000,
+        Layouts(
+            vocabulary,
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            vocab_size=model.vocab_size,
+            arena_rows=4000,
+        ),
     )
     return replace(model, grammars=grammars)
 
@@ -64,8 +66,7 @@ class Ways:
         assert self.guidance is not None
         guide = self.guidance.grammar.start()
         for token_id in token_ids:
-            bits = np.unpackbits(guide.allowed_words().view(np.uint8), bitorder="little")
-            if not bits[token_id]:
+            if not has_id(guide.allowed_words(), token_id):
                 return None
             guide.advance(token_id)
         return bool(guide.may_end)

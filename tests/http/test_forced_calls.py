@@ -3,6 +3,7 @@
 The engine plays a script, so what it says is checked against the grammar that it was given.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -296,24 +297,45 @@ async def test_calls_as_json(plain: ServedModel) -> None:
     assert either.takes(ids("1")) is either.takes(ids(b)) is True
 
 
+async def check(model: ServedModel, fields: Mapping[str, Any]) -> Any:
+    reply = await post(serve(model, FakeEngine()), "/v1/grammar/check", fields)
+    assert reply.status == 200, reply.body
+    return reply.json
+
+
 async def test_a_check_is_of_the_same_grammar(gemma4: ServedModel, plain: ServedModel) -> None:
     texts = [LAMP, B + LAMP, "Hi", LAMP.replace("3", "x")]
     fields = {"tools": ASK["tools"], "texts": texts}
-    report = (await post(serve(gemma4, FakeEngine()), "/v1/grammar/check", fields)).json
+    report = await check(gemma4, {**fields, "tool_choice": "required"})
     assert report["path"] == "device"
     assert [verdict["accepted"] for verdict in report["texts"]] == [True, True, False, False]
     assert report["texts"][2] == {"accepted": False, "offset": 0, "allowed": "<|tool_call>"}
     assert report["texts"][3]["offset"] == LAMP.index("3")
+    # Where the model may as well say something else.
+    report = await check(gemma4, {**fields, "texts": [*texts, f"a {B} b", "a <|tool_call>b"]})
+    accepted = [verdict["accepted"] for verdict in report["texts"]]
+    assert accepted == [True, True, True, False, True, False]
+    assert report["texts"][5] == {"accepted": False, "offset": 14, "allowed": "c"}
+    report = await check(gemma4, {**fields, **ONE, "texts": ["1", B + B, "2", f"1{B}"]})
+    assert [verdict["accepted"] for verdict in report["texts"]] == [True, True, False, False]
+    unsure = {"tools": [*ASK["tools"], UNENFORCEABLE], "texts": [B, "Hi"]}
+    report = await check(gemma4, unsure)
+    assert report["loosened"] == [UNENFORCEABLE["function"]["name"]]
+    assert [verdict["accepted"] for verdict in report["texts"]] == [True, True]
 
     fields["texts"] = [block('{"name": "b", "arguments": {}}'), LAMP]
-    report = (await post(serve(plain, FakeEngine()), "/v1/grammar/check", fields)).json
+    report = await check(plain, {**fields, "tool_choice": "required"})
     assert [verdict["accepted"] for verdict in report["texts"]] == [True, False]
+    report = await check(plain, fields)
+    assert report["path"] is None
+    assert [verdict["accepted"] for verdict in report["texts"]] == [True, True]
 
     app = serve(gemma4, FakeEngine())
     for body, param in (
-        ({"tools": [*ASK["tools"], UNENFORCEABLE]}, "tools[2].function.parameters"),
-        ({"tools": ASK["tools"], "guided_regex": "a"}, "tools"),
+        ({**unsure, "tool_choice": "required"}, "tools[2].function.parameters"),
+        ({"tools": ASK["tools"], "guided_grammar": 'start: "a"'}, "guided_grammar"),
         ({"tools": []}, "response_format"),
+        ({"tools": ASK["tools"], "tool_choice": "none"}, "response_format"),
     ):
         reply = await post(app, "/v1/grammar/check", body)
         assert (reply.status, reply.error["param"]) == (400, param)

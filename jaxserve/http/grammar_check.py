@@ -1,0 +1,83 @@
+"""`/v1/grammar/check`: what a request's grammar compiles to, and what it says of texts.
+
+Event loop only; texts are judged on a worker thread.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import anyio.to_thread
+
+from jaxserve.guided import tables as guided
+from jaxserve.guided.checking import TextChecker, byte_vocabulary
+from jaxserve.guided.triggered import anything
+from jaxserve.http.answer_parts import TurnPlan
+from jaxserve.http.aside import limiter
+from jaxserve.http.grammars import of_model
+from jaxserve.http.guidance import AnswerGrammars
+from jaxserve.http.served_model import ServedModel
+from jaxserve.openai.requests import GrammarCheckRequest
+from jaxserve.text.markers import CALL_START, control_marks
+from jaxserve.types import Grammar
+
+
+async def check_grammar(
+    request: GrammarCheckRequest, model: ServedModel, *, strict_by_default: bool
+) -> dict[str, object]:
+    """Tell what answers to a request would be held to; raises as `AnswerGrammars.whole`."""
+    param = "tools" if request.grammar is None else request.grammar.param
+    grammars = of_model(model.grammars, param)
+    plan = TurnPlan(
+        model=model,
+        tool_use=request.tool_use,
+        reasoning_fields=(),
+        strict_by_default=strict_by_default,
+    )
+    begun_s = time.perf_counter()
+    made = await AnswerGrammars(grammars=grammars, plan=plan).whole(request.grammar)
+    compile_s = time.perf_counter() - begun_s
+    if made is None:
+        report: dict[str, object] = {"path": None}
+        checker = partial(TextChecker, anything(byte_vocabulary().size))
+    else:
+        compiled = await grammars.compile(made.spec)
+        report = _described(made.whole, compiled) | {"compile_s": round(compile_s, 4)}
+        marks = control_marks(plan.markers, grammars.marks) if made.spec.kind == "calls" else {}
+        # It has compiled for the model within its limits, and does so sooner for bytes.
+        checker = partial(
+            TextChecker.of,
+            made.spec,
+            compiled,
+            marks,
+            trigger=CALL_START if made.openings else None,
+        )
+    if request.texts:
+        # In threads that no request for an answer waits for.
+        report["texts"] = await anyio.to_thread.run_sync(
+            lambda: _judge(checker(), request.texts), limiter=limiter(is_foreign=True)
+        )
+    return report
+
+
+def _described(grammar: Grammar, compiled: guided.Grammar) -> dict[str, object]:
+    report: dict[str, object] = {"path": "host" if grammar.image is None else "device"}
+    if isinstance(compiled, guided.HostGrammar):
+        report["reason"] = compiled.reason
+    else:
+        report |= compiled.stats._asdict()
+        report["min_tokens"] = grammar.min_tokens
+    if compiled.loosened:
+        report["loosened"] = compiled.loosened
+    return report
+
+
+def _judge(checker: TextChecker, texts: Sequence[str]) -> list[dict[str, object]]:
+    verdicts: list[dict[str, object]] = []
+    for text in texts:
+        verdict = checker.judge(text.encode())
+        report: dict[str, object] = {"accepted": verdict.accepted, "offset": verdict.offset}
+        if not verdict.accepted:
+            report["allowed"] = verdict.expected
+        verdicts.append(report)
+    return verdicts
