@@ -24,6 +24,8 @@ JaxserveError
   InvariantError                our bug: the device thread stops and the process ends
 """
 
+from typing import TypedDict
+
 
 class JaxserveError(Exception):
     """Anything this project raises on purpose."""
@@ -83,6 +85,15 @@ class UnsupportedFieldError(InvalidRequestError):
     code = "unsupported_parameter"
 
 
+class SchemaFault(TypedDict):
+    """What a SchemaError says, but for the field of the request: `SchemaError(**fault)`."""
+
+    message: str
+    code: str | None
+    path: str | None
+    keyword: str | None
+
+
 class SchemaError(InvalidRequestError):
     """A schema, regular expression or grammar is malformed, too complex or not to be enforced.
 
@@ -105,6 +116,13 @@ class SchemaError(InvalidRequestError):
         super().__init__(message, param=param, code=code)
         self.path = path
         self.keyword = keyword
+
+    @property
+    def fault(self) -> SchemaFault:
+        """What it says, to be sent, kept or shown."""
+        return SchemaFault(
+            message=self.message, code=self.code, path=self.path, keyword=self.keyword
+        )
 
 
 class AuthenticationError(ApiError):

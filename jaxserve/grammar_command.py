@@ -134,13 +134,7 @@ def _read_text(name: str) -> str:
 
 def _write_refusal(error: SchemaError, as_json: bool) -> None:
     if as_json:
-        fields = {
-            "message": error.message,
-            "code": error.code,
-            "path": error.path,
-            "keyword": error.keyword,
-        }
-        _write_line(json.dumps({"refused": True, "error": fields}, ensure_ascii=False))
+        _write_line(json.dumps({"refused": True, "error": error.fault}, ensure_ascii=False))
         return
     _write_line(f"refused ({error.code}): {error.message}")
     if error.path is not None:
@@ -152,14 +146,9 @@ def _write_stats(grammar: Grammar, compile_s: float, as_json: bool) -> None:
     if isinstance(grammar, HostGrammar):
         fields = {"path": "host", "reason": grammar.reason}
     else:
-        stats = grammar.stats
-        fields = {
-            "path": "tables",
-            "states": stats.num_states,
-            "classes": stats.num_classes,
-            "masks": stats.num_masks,
-            "bytes": stats.num_bytes,
-        }
+        sizes = grammar.stats._asdict()
+        fields = {"path": "tables"}
+        fields |= {name.removeprefix("num_"): size for name, size in sizes.items()}
     if grammar.loosened:
         fields["loosened"] = grammar.loosened
     fields["compile_s"] = round(compile_s, 4)
@@ -171,20 +160,14 @@ def _write_stats(grammar: Grammar, compile_s: float, as_json: bool) -> None:
 
 def _write_verdict(checker: TextChecker, name: str, text: bytes, as_json: bool) -> None:
     verdict = checker.judge(text)
-    allowed = verdict.expected
     if as_json:
-        fields: dict[str, object] = {
-            "accepted": verdict.accepted,
-            "offset": verdict.offset,
-            "text": name,
-        }
-        if not verdict.accepted:
-            fields["allowed"] = allowed
-        _write_line(json.dumps(fields, ensure_ascii=False))
+        _write_line(json.dumps(verdict.told() | {"text": name}, ensure_ascii=False))
     elif verdict.accepted:
         _write_line(f"{name}: accepted")
     else:
-        _write_line(f"{name}: rejected at byte {verdict.offset}, where may come: {allowed}")
+        _write_line(
+            f"{name}: rejected at byte {verdict.offset}, where may come: {verdict.expected}"
+        )
 
 
 def _write_line(line: str) -> None:

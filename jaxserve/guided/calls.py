@@ -232,9 +232,7 @@ def naming_tool(index: int, name: str) -> Iterator[None]:
     try:
         yield
     except SchemaError as error:
-        raise SchemaError(
-            f"tool {name!r}: {error.message}",
-            code=error.code,
-            path=f"/{index}/function/parameters{error.path or ''}",
-            keyword=error.keyword,
-        ) from error
+        fault = error.fault
+        fault["message"] = f"tool {name!r}: {error.message}"
+        fault["path"] = f"/{index}/function/parameters{error.path or ''}"
+        raise SchemaError(**fault) from error

@@ -46,6 +46,11 @@ class Verdict:
         """What may come at `offset`, as one reads it."""
         return describe_bytes(self.allowed, may_end=self.may_end, controls=self.controls)
 
+    def told(self) -> dict[str, object]:
+        """Return it as people are told: `allowed` is what may come at `offset`."""
+        told: dict[str, object] = {"accepted": self.accepted, "offset": self.offset}
+        return told if self.accepted else told | {"allowed": self.expected}
+
 
 @lru_cache(maxsize=1)
 def byte_vocabulary() -> GrammarVocabulary:

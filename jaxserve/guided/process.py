@@ -52,8 +52,7 @@ class Worker:
                 await self.stop()
                 raise
         if answer.failure is not None:
-            fields = dict(answer.failure)
-            raise SchemaError(fields.pop("message") or "", **fields)
+            raise SchemaError(**answer.failure)
         return answer
 
     async def stop(self) -> int | None:

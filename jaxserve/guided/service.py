@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxserve.errors import EngineError, SchemaError
+from jaxserve.errors import EngineError, SchemaError, SchemaFault
 from jaxserve.guided.compiling import COMPILER_VERSION
 from jaxserve.guided.process import Worker
 from jaxserve.guided.store import GrammarStore
@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._store = GrammarStore(folder)
         self._worker = Worker(Setup(vocabulary, folder, cpu_s, memory_bytes))
         self._cache = _Cache(cache_bytes)
-        self._failures: OrderedDict[str, SchemaError] = OrderedDict()
+        self._failures: OrderedDict[str, SchemaFault] = OrderedDict()
         self._under_way: dict[str, asyncio.Task[Grammar]] = {}
 
     async def __aenter__(self) -> "GrammarCompiler":
@@ -82,7 +82,7 @@ class GrammarCompiler:
             return known
         failure = self._failures.get(name)
         if failure is not None:
-            raise _copy(failure)
+            raise SchemaError(**failure)
         task = self._under_way.get(name)
         if task is None:
             task = asyncio.create_task(self._find(name, spec))
@@ -125,7 +125,7 @@ class GrammarCompiler:
         if error is None:
             self._cache.put(name, done.result())
         elif isinstance(error, SchemaError):
-            self._failures[name] = error
+            self._failures[name] = error.fault
             if len(self._failures) > MAX_FAILURES:
                 self._failures.popitem(last=False)
 
@@ -154,10 +154,3 @@ class _Cache:
 
 def _num_bytes(grammar: Grammar) -> int:
     return len(grammar.text) if isinstance(grammar, HostGrammar) else grammar.stats.num_bytes
-
-
-def _copy(error: SchemaError) -> SchemaError:
-    """Return an equal error: one that is raised twice would gather tracebacks."""
-    return SchemaError(
-        error.message, param=error.param, code=error.code, path=error.path, keyword=error.keyword
-    )

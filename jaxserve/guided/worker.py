@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxserve.errors import SchemaError
+from jaxserve.errors import SchemaError, SchemaFault
 from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.store import GrammarStore
 from jaxserve.guided.tables import Grammar, GrammarSpec
@@ -47,12 +47,12 @@ class Answer(NamedTuple):
     """How a job went.
 
     Attributes:
-        failure: the fields of a SchemaError.
+        failure: why there is no grammar.
         unkept: the grammar, where the folder could not keep it.
     """
 
     cpu_s: float
-    failure: dict[str, str | None] | None = None
+    failure: SchemaFault | None = None
     unkept: Grammar | None = None
 
 
@@ -95,24 +95,18 @@ def main() -> None:
 
 def _work(job: Job, vocabulary: GrammarVocabulary, store: GrammarStore) -> Answer:
     begun_s = time.process_time()
-    failure: dict[str, str | None] | None = None
+    failure: SchemaFault | None = None
     unkept: Grammar | None = None
     try:
         grammar = compile_grammar(job.spec, vocabulary)
         if not store.write(job.name, grammar):
             unkept = grammar
     except SchemaError as error:
-        failure = {
-            "message": error.message,
-            "code": error.code,
-            "path": error.path,
-            "keyword": error.keyword,
-        }
+        failure = error.fault
     except (MemoryError, RecursionError) as error:
-        failure = {
-            "message": f"the grammar is too complex ({type(error).__name__})",
-            "code": "schema_too_complex",
-        }
+        failure = SchemaError(
+            f"the grammar is too complex ({type(error).__name__})", code="schema_too_complex"
+        ).fault
     return Answer(time.process_time() - begun_s, failure, unkept)
 
 

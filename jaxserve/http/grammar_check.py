@@ -73,11 +73,4 @@ def _described(grammar: Grammar, compiled: guided.Grammar) -> dict[str, object]:
 
 
 def _judge(checker: TextChecker, texts: Sequence[str]) -> list[dict[str, object]]:
-    verdicts: list[dict[str, object]] = []
-    for text in texts:
-        verdict = checker.judge(text.encode())
-        report: dict[str, object] = {"accepted": verdict.accepted, "offset": verdict.offset}
-        if not verdict.accepted:
-            report["allowed"] = verdict.expected
-        verdicts.append(report)
-    return verdicts
+    return [checker.judge(text.encode()).told() for text in texts]
