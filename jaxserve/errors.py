@@ -16,7 +16,7 @@ JaxserveError
     UrlTooLongError 414
     UnsupportedMediaTypeError 415
     HeadTooLargeError 431
-    OverloadedError 429         the queue is full
+    OverloadedError 429         a queue is full
     UnavailableError 503        starting, or draining
     EngineError 500             an internal fault ended this request
       EngineDeadError 503       the engine is gone for good
@@ -44,11 +44,15 @@ class InvariantError(JaxserveError):
 
 
 class ApiError(JaxserveError):
-    """A failure that a client sees; `message` names the field, the value and the limit."""
+    """A failure that a client sees; `message` names the field, the value and the limit.
+
+    It may be tried again after `retry_after_s`, where that is not None.
+    """
 
     status = 500
     type = "server_error"
     code: str | None = None
+    retry_after_s: int | None = None
 
     def __init__(
         self,
@@ -56,13 +60,12 @@ class ApiError(JaxserveError):
         *,
         param: str | None = None,
         code: str | None = None,
-        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code if code is not None else type(self).code
-        self.retry_after_s = retry_after_s
+        if code is not None:
+            self.code = code
 
 
 class InvalidRequestError(ApiError):
@@ -190,11 +193,12 @@ class HeadTooLargeError(ApiError):
 
 
 class OverloadedError(ApiError):
-    """The waiting queue is full; the client may retry."""
+    """A queue is full, of sequences or of grammars to compile; the client may retry."""
 
     status = 429
     type = "rate_limit_error"
     code = "queue_full"
+    retry_after_s = 1
 
 
 class UnavailableError(ApiError):
@@ -203,6 +207,7 @@ class UnavailableError(ApiError):
     status = 503
     type = "server_error"
     code = "unavailable"
+    retry_after_s = 5
 
 
 class EngineError(ApiError):

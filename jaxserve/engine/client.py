@@ -27,9 +27,6 @@ Phase = Literal["fetching", "loading", "compiling", "warming", "ready", "drainin
 # while the server drains does not undo that.
 _RANK: dict[Phase, int] = {"draining": 1, "dead": 2}
 
-_UNAVAILABLE_RETRY_AFTER_S = 5
-_OVERLOADED_RETRY_AFTER_S = 1
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
@@ -225,9 +222,7 @@ class EngineClient:
         if phase == "dead":
             raise EngineDeadError("the engine has stopped")
         if phase != "ready":
-            raise UnavailableError(
-                f"the server is {phase}", retry_after_s=_UNAVAILABLE_RETRY_AFTER_S
-            )
+            raise UnavailableError(f"the server is {phase}")
 
     def _check_room(self, num_sequences: int, num_tokens: int) -> None:
         if not self._waiting:
@@ -239,9 +234,7 @@ class EngineClient:
             limit = f"{self._max_waiting_tokens} prompt tokens"
         else:
             return
-        raise OverloadedError(
-            f"the queue is full: {limit} may wait", retry_after_s=_OVERLOADED_RETRY_AFTER_S
-        )
+        raise OverloadedError(f"the queue is full: {limit} may wait")
 
     def _dispatch(self, events: list[OutputEvent]) -> None:
         for event in events:

@@ -22,8 +22,6 @@ WALL_FACTOR = 30
 _OVERRUNS = (-signal.SIGPROF, -signal.SIGABRT)
 """How the process ends itself: its time is over, or a library finds no memory."""
 
-_RETRY_AFTER_S = 5
-
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker import main; main()"
 
 
@@ -71,9 +69,7 @@ class Worker:
                         process = await self._start()
                     return await asyncio.to_thread(process.ask, frame(job))
             except TimeoutError as error:
-                raise UnavailableError(
-                    "The server is too busy to compile a grammar.", retry_after_s=_RETRY_AFTER_S
-                ) from error
+                raise UnavailableError("The server is too busy to compile a grammar.") from error
             except (EOFError, OSError):
                 if await self.stop() in _OVERRUNS:
                     raise SchemaError(
@@ -81,9 +77,7 @@ class Worker:
                         f" {self._setup.memory_bytes} bytes to compile",
                         code="schema_too_complex",
                     ) from None
-        raise UnavailableError(
-            "The process that compiles grammars was ended.", retry_after_s=_RETRY_AFTER_S
-        )
+        raise UnavailableError("The process that compiles grammars was ended.")
 
     async def _start(self) -> "_Process":
         await self.stop()

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 
-from jaxserve.errors import EngineError, SchemaError, SchemaFault
+from jaxserve.errors import EngineError, OverloadedError, SchemaError, SchemaFault
 from jaxserve.guided.compiling import COMPILER_VERSION
 from jaxserve.guided.process import Worker
 from jaxserve.guided.store import GrammarStore
@@ -27,6 +27,8 @@ DEFAULT_CPU_S = 2.0
 DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_CACHE_BYTES = 256 << 20
 MAX_FAILURES = 1_000
+MAX_UNDER_WAY = 64
+"""Grammars that are compiled or wait for that; most take 0.1 s, the worst the flag's time."""
 
 JSON_OBJECT = GrammarSpec(kind="json_object")
 
@@ -75,6 +77,7 @@ class GrammarCompiler:
 
         Raises:
             SchemaError: it is malformed, cannot be enforced, or takes too much time or memory.
+            OverloadedError: too many others wait.
         """
         name = self._name(spec)
         known = self._cache.get(name)
@@ -85,6 +88,8 @@ class GrammarCompiler:
             raise SchemaError(**failure)
         task = self._under_way.get(name)
         if task is None:
+            if len(self._under_way) >= MAX_UNDER_WAY:
+                raise OverloadedError(f"{MAX_UNDER_WAY} grammars wait to be compiled")
             task = asyncio.create_task(self._find(name, spec))
             self._under_way[name] = task
             task.add_done_callback(lambda done: self._note(name, done))

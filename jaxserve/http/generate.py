@@ -157,7 +157,7 @@ def _compiling_until(due_s: float | None) -> Iterator[asyncio.Timeout]:
         yield asyncio.timeout_at(due_s)
     except TimeoutError as error:
         raise UnavailableError(
-            "timeout_s is over before the answer's grammar is compiled.", retry_after_s=5
+            "timeout_s is over before the answer's grammar is compiled."
         ) from error
 
 

@@ -239,9 +239,7 @@ class Generation:
         elif choice.is_stopped:
             reason = "stop"
         elif event.reason == "abort":
-            raise UnavailableError(
-                "The server stopped before this answer was complete.", retry_after_s=5
-            )
+            raise UnavailableError("The server stopped before this answer was complete.")
         else:
             reason = "length" if choice.is_muted else event.reason
         if reason == "stop" and choice.ends_in_calls:

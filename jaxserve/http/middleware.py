@@ -59,7 +59,7 @@ class RequestMiddleware:
             pass
         except asyncio.CancelledError:
             # The server ends, and this is not done: its body never came, or nobody reads it.
-            await fail(UnavailableError("The server is stopping.", retry_after_s=5))
+            await fail(UnavailableError("The server is stopping."))
         except Exception:  # the last place where a bug can still be answered in the API's shape
             logger.exception("a request broke")
             await fail(EngineError(INTERNAL_ERROR_MESSAGE))

@@ -51,8 +51,6 @@ from jaxserve.openai.requests import (
 from jaxserve.openai.responses import ChatAnswer, CompletionAnswer, model_object
 from jaxserve.types import GenerationRequest
 
-_RETRY_AFTER_S = 5
-
 
 class Endpoints:
     """Serves requests from one engine; `model` gives None until the model is loaded."""
@@ -303,13 +301,13 @@ class Endpoints:
         if phase == "dead":
             raise EngineDeadError("The engine has stopped.")
         if phase != "ready":
-            raise UnavailableError(f"The server is {phase}.", retry_after_s=_RETRY_AFTER_S)
+            raise UnavailableError(f"The server is {phase}.")
         return self._loaded_model()
 
     def _loaded_model(self) -> ServedModel:
         model = self._model()
         if model is None:
-            raise UnavailableError("The model is not loaded yet.", retry_after_s=_RETRY_AFTER_S)
+            raise UnavailableError("The model is not loaded yet.")
         return model
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.errors import ConfigError, SchemaError, UnavailableError
+from jaxserve.errors import ConfigError, OverloadedError, SchemaError, UnavailableError
+from jaxserve.guided import service
 from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.service import GrammarCompiler
 from jaxserve.guided.specs import read_warm_specs
@@ -53,6 +54,21 @@ async def test_one_who_leaves_does_not_end_what_others_wait_for(
     leaving.cancel()
 
     assert isinstance(await staying, TokenTables)
+
+
+async def test_a_full_queue_takes_no_further_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_UNDER_WAY", 2)
+    specs = [GrammarSpec(kind="regex", source=source) for source in "abc"]
+    waiting = [asyncio.create_task(compiler.compile(spec)) for spec in (specs[0], *specs[:2])]
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError) as full:
+        await compiler.compile(specs[2])
+    assert full.value.retry_after_s
+
+    await asyncio.gather(*waiting)
+    assert isinstance(await compiler.compile(specs[2]), TokenTables)
 
 
 async def test_errors_come_from_the_process_and_are_remembered(
