@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from jaxserve.openai.guided import GRAMMAR_FIELDS
-from jaxserve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS
+from jaxserve.openai.fields import FieldTable
+from jaxserve.openai.requests import CHAT_FIELDS, COMPLETION_FIELDS, GRAMMAR_CHECK_FIELDS
 
 VOCAB_SIZE = 1024
 MAX_SIZE = 300_000  # of a text or a list
@@ -24,9 +24,39 @@ RENDER = "/v1/chat/completions/render"
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"
 EXPLAIN = "/v1/cache/explain"
+CHECK = "/v1/grammar/check"
+FIELDS: dict[str, FieldTable] = {COMPLETIONS: COMPLETION_FIELDS, CHECK: GRAMMAR_CHECK_FIELDS}
+"""Of all other paths: a chat's."""
 
-# What is compiled in a process of its own takes too long for thousands of requests.
-COMPILED = {field.name for field in GRAMMAR_FIELDS}
+# Few, as is what NONSENSE makes of their fields: each is compiled once.
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", 1, None]}, "b": {"type": "array", "maxItems": 2}},
+    "required": ["a"],
+}
+GRAMMARS: tuple[dict[str, object], ...] = (
+    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}},
+    {"guided_json": SCHEMA},
+    {"guided_json": {"items": {"$ref": "#"}}},
+    {"guided_regex": "[a-c]{1,3}"},
+    {"guided_choice": ["one", "two ☂"]},
+    {"guided_choice": ["a", "b"], "ensure_complete": True},
+    {"guided_grammar": 'start: "(" start? ")"'},
+    {"guided_regex": "("},
+    {"guided_json": {"uniqueItems": True}},
+)
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}},
+    {"type": "function", "function": {"name": "g"}},
+    {"type": "function", "function": {"name": "h", "parameters": {"uniqueItems": True}}},
+]
+TOOL_CHOICES = (
+    *("none", "auto", "auto", "required"),
+    *({"type": "function", "function": {"name": name}} for name in "fgx"),
+)
 
 Body = list[tuple[str, str]]
 """Pairs of JSON text: keys, which may come twice, and values."""
@@ -63,7 +93,22 @@ class Generator:
     def request(self) -> Generated:
         """Make the next request: as good as any, with one thing wrong, or with several."""
         path = self._pick(
-            *(CHAT, 38, COMPLETIONS, 45, RENDER, 4, TOKENIZE, 5, DETOKENIZE, 4, EXPLAIN, 4)
+            *(
+                CHAT,
+                36,
+                COMPLETIONS,
+                45,
+                RENDER,
+                4,
+                TOKENIZE,
+                5,
+                DETOKENIZE,
+                4,
+                EXPLAIN,
+                4,
+                CHECK,
+                2,
+            )
         )
         pairs = self._good(path)
         kind = self._random.random()
@@ -89,6 +134,9 @@ class Generator:
             )
         if path == DETOKENIZE:
             return self._pairs({"tokens": self._ids(rng.randint(0, 12))})
+        if path == CHECK:
+            asked = rng.choice(GRAMMARS) | ({} if rng.random() < 0.5 else self._tools())
+            return self._pairs(asked | {"texts": rng.sample(WORDS, rng.randint(0, 3))})
         is_chat = path != COMPLETIONS
         max_tokens = rng.choice((1, 1, 1, 1, 1, 2, 2, 4))
         name = rng.choice(("max_tokens", "max_completion_tokens")) if is_chat else "max_tokens"
@@ -149,12 +197,13 @@ class Generator:
             "min_tokens": one("min_tokens", 0, 1, max_tokens),
             "timeout": one("timeout_s", 600, 86_400),
             "loops": one("repetition_detection", {"max_pattern_size": 8, "min_count": 2}),
+            "grammar": lambda: rng.choice(GRAMMARS),
         }
         if is_chat:
             options |= {
                 "logprobs": lambda: {"logprobs": True, "top_logprobs": rng.choice((0, 1, 20))},
                 "kwargs": lambda: {"chat_template_kwargs": {"enable_thinking": True, "x": [1]}},
-                "tool_choice": one("tool_choice", "none", "auto"),
+                "tools": self._tools,
                 "tool_limits": lambda: {"parallel_tool_calls": False, "max_tool_calls": 1},
                 "reasoning": one("include_reasoning", True, False),
                 "effort": one("reasoning_effort", "none"),
@@ -166,6 +215,12 @@ class Generator:
                 "special_tokens": one("add_special_tokens", True, False),
             }
         return options
+
+    def _tools(self) -> dict[str, object]:
+        rng = self._random
+        # The last one's schema cannot be enforced.
+        tools = TOOLS if rng.random() < 0.2 else TOOLS[:2]
+        return {"tools": tools, "tool_choice": rng.choice(TOOL_CHOICES)}
 
     def _messages(self) -> list[object]:
         rng = self._random
@@ -201,14 +256,13 @@ class Generator:
 
     def _spoil(self, pairs: Body, path: str) -> None:
         rng = self._random
-        fields = COMPLETION_FIELDS if path == COMPLETIONS else CHAT_FIELDS
+        fields = FIELDS.get(path, CHAT_FIELDS)
         kind = rng.random()
         if kind < 0.45:
-            name = rng.choice(sorted(fields.keys() - COMPILED))
-            self._set(pairs, name, rng.choice(NONSENSE))
+            self._set(pairs, rng.choice(sorted(fields)), rng.choice(NONSENSE))
         elif kind < 0.7:
-            name = rng.choice(sorted(fields.keys() - COMPILED))
-            self._set(pairs, name, rng.choice(_border_texts(path == COMPLETIONS, name)))
+            name = rng.choice(sorted(fields))
+            self._set(pairs, name, rng.choice(_border_texts(path, name)))
         elif kind < 0.78:
             key, _ = rng.choice(pairs)
             pairs.append((key, rng.choice(NONSENSE)))
@@ -255,9 +309,9 @@ _LIMITS = ('"max_tokens"', '"max_completion_tokens"')
 
 
 @cache
-def _border_texts(is_completion: bool, name: str) -> list[str]:
-    fields = COMPLETION_FIELDS if is_completion else CHAT_FIELDS
-    return [json.dumps(value) for value in _borders(fields[name].read.schema())]
+def _border_texts(path: str, name: str) -> list[str]:
+    read = FIELDS.get(path, CHAT_FIELDS)[name].read
+    return [json.dumps(value) for value in _borders(read.schema())]
 
 
 def _borders(schema: Mapping[str, Any]) -> list[Any]:

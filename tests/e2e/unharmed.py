@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -30,7 +31,7 @@ async def good_choice(server: ServerProcess) -> Any:
 async def unharmed(server: ServerProcess) -> AsyncIterator[None]:
     """Check that what happens inside leaves nothing behind, and the server as well as before."""
     before = await good_choice(server)
-    connections = num_descriptors(server)
+    num_before = num_sockets(server)
     log_start = len(server.log)
 
     yield
@@ -43,7 +44,7 @@ async def unharmed(server: ServerProcess) -> AsyncIterator[None]:
     assert "Traceback" not in log
     # Nothing that a terminal would obey.
     assert re.search(r"[\x00-\x08\x0b-\x1f\x7f]", log) is None
-    await asyncio.to_thread(wait_until, lambda: num_descriptors(server) <= connections)
+    await asyncio.to_thread(wait_until, lambda: num_sockets(server) <= num_before)
 
 
 def is_idle(server: ServerProcess) -> bool:
@@ -56,6 +57,7 @@ def is_idle(server: ServerProcess) -> bool:
     return all(server.metric(f"jaxserve_{gauge}") == 0 for gauge in gauges)
 
 
-def num_descriptors(server: ServerProcess) -> int:
-    folder = Path(f"/proc/{server.process.pid}/fd")
-    return len(list(folder.iterdir())) if folder.exists() else 0
+def num_sockets(server: ServerProcess) -> int:
+    """Count connections and what listens; pipes lead to the process that compiles grammars."""
+    links = Path(f"/proc/{server.process.pid}/fd").glob("*")
+    return sum(os.path.realpath(link).rpartition("/")[2].startswith("socket:") for link in links)
