@@ -20,6 +20,9 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_TOKENS = 8
 """Bad words of one sequence, and tokens of one: the device keeps them for every slot."""
 
+BANNED = -1e30
+"""A logit, or a bias, that is never chosen beside others; finite, so that no sum is NaN."""
+
 EndedBy = Literal["stop", "abort"]
 """Why the reader of a sequence ends it: a stop string was found, or nobody wants the rest."""
 
@@ -48,7 +51,8 @@ class SamplingParams:
         min_p: drop tokens less likely than min_p times the most likely one; 0 drops none.
         stop_token_ids: ids that end the sequence; empty when end ids are to be ignored.
         min_tokens: none of those is sampled before so many tokens.
-        logit_bias: pairs of an id and what is added to its logit; an id occurs once.
+        logit_bias: pairs of an id and what is added to its logit; an id occurs once. BANNED
+            bans it.
         allowed_token_ids: the only ids that may be sampled; None: all.
         bad_words: sequences of at most MAX_BAD_WORD_TOKENS ids that never appear in the output; at
             most MAX_BAD_WORDS.

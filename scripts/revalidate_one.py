@@ -30,6 +30,7 @@ from jaxserve.device.runner import (
     step_function,
     step_programs,
 )
+from jaxserve.device.targets import V6E_BYTES
 from jaxserve.errors import InvariantError
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.kv_cache import KVDtype
@@ -39,8 +40,6 @@ from jaxserve.models.windows import Windows
 from jaxserve.types import SamplingParams
 from scripts.tpu_report import SIZES, model_config
 from scripts.tpu_steps import estimate_step, on_chip, tree_bytes
-
-V6E_BYTES = int(31.25 * (1 << 30))  # what a v6e's runtime offers
 
 SAMPLES = 15
 WARM_UPS = 3

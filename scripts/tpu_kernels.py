@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxserve.device import targets
 from jaxserve.kernels import int4_kernels
 from jaxserve.kernels.attention_layer import AttentionLayer
 from jaxserve.kernels.decode_attention import decode_attention
@@ -32,7 +33,7 @@ from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.kernels.page_reader import chunk_pages
 from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
 
-QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu"}
+QUIET = targets.QUIET | {"JAX_PLATFORMS": "cpu"}
 Shapes = tuple[tuple[int, ...], ...]
 EPS = 1e-6
 

@@ -17,13 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from jaxserve.types import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
-
-BANNED = -1e30
-"""A logit that is never chosen beside others; finite, so that no sum of them is NaN."""
+from jaxserve.types import BANNED, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, SamplingParams
 
 BANNED_WORD = BANNED / 4
-"""The same for a bad word's end: where nothing else is allowed, it is chosen before what is not."""
+"""As BANNED, for a bad word's end: where nothing else is allowed, it comes before what is not."""
 
 # Bits of a mark.
 _COUNT = (1 << 24) - 1  # times that the token was generated

@@ -21,8 +21,9 @@ from jaxserve.device.runner import StepProgram, lowerings, step_programs
 from jaxserve.device.state import state_num_bytes
 from jaxserve.device.targets import Target
 from jaxserve.errors import ConfigError
+from jaxserve.kernels.constants import LANES
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.kv_cache import LANES, KVDtype
+from jaxserve.models.kv_cache import KVDtype
 from jaxserve.models.registry import load_config
 from jaxserve.models.weights import CheckpointParams, Int4, LoadedParams
 

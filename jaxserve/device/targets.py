@@ -11,11 +11,13 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve.errors import ConfigError
 
-V6E_BYTES = 31 << 30
-"""Of a v6e's 31.25 GiB, by libtpu's compiler: a pool that exceeds what the chip's runtime leaves
-would be of no use there."""
+V6E_BYTES = int(31.25 * (1 << 30))
+"""What a v6e's runtime offers, by libtpu's compiler."""
 
-_QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+COMPILED_FOR_BYTES = 31 << 30
+"""Of these: a pool that exceeds what the chip's runtime leaves would be of no use there."""
+
+QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """For libtpu where no chip is to be opened: it looks for no metadata server, and takes no lock."""
 
 
@@ -75,9 +77,9 @@ def find_target_by_name(name: str) -> Target:
             f"--target {name} needs the TPU's compiler: install the extra `tpu` (in a checkout"
             " `scripts/install demo,hf,guided,tpu`), on Linux on x86-64"
         )
-    os.environ |= _QUIET
+    os.environ |= QUIET
     topology = topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=(1, 1, 1))
-    return Target(device=topology.devices[0], memory_bytes=V6E_BYTES)
+    return Target(device=topology.devices[0], memory_bytes=COMPILED_FOR_BYTES)
 
 
 def processor_features() -> str:

@@ -22,7 +22,7 @@ from jaxserve.text.turns import (
     TurnEvent,
     TurnParser,
 )
-from jaxserve.types import GenerationRequest, SamplingParams
+from jaxserve.types import BANNED, GenerationRequest, SamplingParams
 
 REASONING_FIELDS = {
     "both": ("reasoning", "reasoning_content"),
@@ -31,9 +31,6 @@ REASONING_FIELDS = {
     "none": (),
 }
 """Fields of an answer that hold the model's thoughts, by the flag's value."""
-
-# A logit of this size is taken for a ban.
-_BAN = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +150,7 @@ class WholeTurn:
 def with_ban(sampling: SamplingParams, token_id: int) -> SamplingParams:
     """Return parameters with which an id is never sampled."""
     others = [pair for pair in sampling.logit_bias if pair[0] != token_id]
-    return replace(sampling, logit_bias=tuple(sorted((*others, (token_id, _BAN)))))
+    return replace(sampling, logit_bias=tuple(sorted((*others, (token_id, BANNED)))))
 
 
 def _call(part: CallStarted) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare
+from jaxserve.kernels.constants import LANES, MAX_LEVEL, SCRATCH_PAGE
 from jaxserve.kernels.int4_kernels import rms_norm
 from jaxserve.kernels.page_reader import (
     FIRST_PAGE,
-    LANES,
     NUM_WRITTEN,
     START,
     PageReader,
@@ -35,11 +35,6 @@ from jaxserve.kernels.page_reader import (
 from jaxserve.kernels.running_softmax import RunningSoftmax
 
 ROW_MULTIPLE = 8
-
-SCRATCH_PAGE = 0
-"""Nobody's: an empty row's scales go there."""
-
-MAX_LEVEL = 127
 
 
 def decode_attention(

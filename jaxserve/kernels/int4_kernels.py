@@ -14,13 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.kernels.constants import BFLOAT16_128
 from jaxserve.kernels.int4_matrix import GROUP, PLANES, TILE, WORD_ROWS, Int4Matrix
 
 NIBBLES = 0x000F000F
 """Takes level + 8 of a plane out of a word, for two inputs at once."""
-
-BFLOAT16_128 = 0x43004300
-"""Two bfloat16 of 128: their last mantissa bit counts 1, so 128 | level + 8 is 136 + level."""
 
 FEW_ROWS = 256
 MAX_WEIGHTS = {True: 3 << 19, False: 3 << 18}
@@ -233,6 +231,7 @@ def _unpack_tile(words_ref: Any, steps_ref: Any, tile: int) -> jax.Array:
     words = words_ref[tile * WORD_ROWS : (tile + 1) * WORD_ROWS]
     planes = []
     for p in range(PLANES):
+        # 128 | level + 8 is 136 + level.
         bits = ((words >> (4 * p)) & NIBBLES) | BFLOAT16_128
         levels = pltpu.bitcast(bits, jnp.bfloat16) - jnp.bfloat16(136)
         planes.append(levels * steps_ref[tile * PLANES + p : tile * PLANES + p + 1])

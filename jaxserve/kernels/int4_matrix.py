@@ -17,8 +17,11 @@ GROUP = 32
 TILE = 128
 """Inputs that are packed together, and lanes that outputs are padded to."""
 
+PER_WORD = 8
+"""Levels of an int32 word."""
+
 PLANES = TILE // GROUP
-WORD_ROWS = TILE // 8
+WORD_ROWS = TILE // PER_WORD
 
 
 @jax.tree_util.register_dataclass

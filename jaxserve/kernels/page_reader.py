@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-LANES = 128
+from jaxserve.kernels.constants import LANES
 
 CHUNK_KEYS = 512
 """Keys of a chunk, whole LANES: enough to hide a transfer's latency, few for short rows."""

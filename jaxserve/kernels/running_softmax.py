@@ -12,22 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels.page_reader import (
-    FIRST_PAGE,
-    LANES,
-    NUM_VALID,
-    START,
-    PageReader,
-)
-
-MASKED = -1e30
-"""A score that no key can have; finite, so that what a row's maximum begins with is no NaN."""
+from jaxserve.kernels.constants import BFLOAT16_128, LANES, MASKED
+from jaxserve.kernels.page_reader import FIRST_PAGE, NUM_VALID, START, PageReader
 
 QUERY_TILE = 256
 """Queries of a product, at most, about: with more of them their scores leave the registers."""
-
-BFLOAT16_128 = 0x43004300
-"""Two bfloat16 of 128, without a bit of mantissa."""
 
 
 class RunningSoftmax:

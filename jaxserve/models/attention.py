@@ -15,6 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.attention_layer import AttentionLayer
+from jaxserve.kernels.constants import MASKED, SCRATCH_PAGE
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.extend_attention import extend_attention
 from jaxserve.models.config import AttentionKind
@@ -29,12 +30,6 @@ from jaxserve.models.kv_cache import (
     to_words,
 )
 from jaxserve.models.layers import sum_rows
-
-MASKED = -1e30
-"""A score that no key can have; finite, so that a wholly masked chunk gives no NaN."""
-
-SCRATCH_PAGE = 0
-"""Where padding writes its keys and values; no sequence owns it."""
 
 Scales = tuple[jax.Array, jax.Array]
 """Of int8 keys and of int8 values, [B, S]."""

@@ -12,12 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.kernels.int4_matrix import GROUP
-
-PER_WORD = 8
-
-LANES = 128
-"""Rows of other sizes a TPU stores in another order, and copies the whole table at each gather."""
+from jaxserve.kernels.constants import LANES
+from jaxserve.kernels.int4_matrix import GROUP, PER_WORD
 
 
 @jax.tree_util.register_dataclass
@@ -30,7 +26,10 @@ class Int4Table:
 
 
 def row_size(num_columns: int) -> int:
-    """Return the words of a row, whole LANES of them; columns are a multiple of GROUP."""
+    """Return the words of a row; columns are a multiple of GROUP.
+
+    Whole LANES of words: else each gather would copy the whole table.
+    """
     num_words = num_columns // PER_WORD + _num_step_words(num_columns)
     return -(-num_words // LANES) * LANES
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxserve.kernels.constants import LANES, MAX_LEVEL, SUBLANES
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 
 KVDtype = Literal["float32", "bfloat16", "int8"]
@@ -26,14 +27,6 @@ KVDtype = Literal["float32", "bfloat16", "int8"]
 
 COPY_FIELDS = 4
 """Numbers of a copy: source and destination of a full page, then of a sliding one."""
-
-LANES = 128
-"""A TPU stores rows of whole lanes, one behind another."""
-
-SUBLANES = 8
-"""And it stores so many rows at a time; arrays of other sizes it copies to reshape them."""
-
-MAX_LEVEL = 127
 
 
 @jax.tree_util.register_dataclass

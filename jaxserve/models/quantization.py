@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
-from jaxserve.kernels.int4_matrix import GROUP
+from jaxserve.kernels.int4_matrix import GROUP, PER_WORD
 
-PER_WORD = 8
 SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")
 
 LEVEL_LIMIT = 8

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.state import Column, HostRows, make_state
-from jaxserve.models.attention import SCRATCH_PAGE
+from jaxserve.kernels.constants import SCRATCH_PAGE
 from jaxserve.models.config import AttentionKind, LayerConfig
 from jaxserve.models.kv_cache import FloatPages, KVCache
 from jaxserve.models.params import Params

@@ -8,6 +8,7 @@ from jaxserve.device.choices import DEVICE_FRACTION
 from jaxserve.device.memory import GIB, MemoryBudget, PageMix
 from jaxserve.device.plan import PAGE_SIZE
 from jaxserve.device.state import state_num_bytes
+from jaxserve.device.targets import V6E_BYTES
 from jaxserve.errors import ConfigError
 from jaxserve.models.kv_cache import KVDtype
 from scripts.tpu_report import model_config
@@ -122,7 +123,7 @@ def test_a_chip_of_32_gb_holds_the_tokens_that_are_promised_for_e2b(
     mix = PageMix.of_model(
         config, kv_dtype, max_batch=max_batch, chunk_tokens=2048, tokens_per_point=8192
     )
-    limit_bytes = int(31.25 * GIB * DEVICE_FRACTION)  # what a v6e's runtime offers
+    limit_bytes = int(V6E_BYTES * DEVICE_FRACTION)
     weight_bytes, temp_bytes = 6_560_000_000, 700_000_000
     state_bytes = state_num_bytes(max_batch, config.vocab_size)
     made = MemoryBudget(
