@@ -8,23 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.inbox import Abort, Inbox, Submit
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.metrics import Metrics
 from jaxserve.models.config import AttentionKind
 from jaxserve.types import (
     GenerationRequest,
     Grammar,
     Guidance,
     OutputEvent,
-    PromptOutput,
-    RequestFailed,
-    RequestFinished,
     SamplingParams,
     TokenLogprobs,
-    TokenOutput,
 )
+from tests.driven_engine import DrivenEngine
 
 FAKE_VOCAB_SIZE = 97
 FAKE_BUCKETS = (
@@ -362,8 +356,8 @@ class FakeRunner:
         return pending
 
 
-class SteppedEngine:
-    """The real loop and scheduler on a FakeRunner, driven pass by pass in the test's own thread."""
+class SteppedEngine(DrivenEngine):
+    """An engine on a FakeRunner."""
 
     def __init__(
         self,
@@ -373,31 +367,19 @@ class SteppedEngine:
         reuses_prefixes: bool = True,
     ) -> None:
         self.runner = runner or FakeRunner()
-        self.scheduler = Scheduler(
+        self.published: list[
+            tuple[float, list[OutputEvent]]
+        ] = []  # time and events of each publish
+        scheduler = Scheduler(
             self.runner,
             prefill_stall_factor=prefill_stall_factor,
             reuses_prefixes=reuses_prefixes,
         )
-        self.inbox = Inbox()
-        self.metrics = Metrics()
-        self.events: list[OutputEvent] = []
-        self.published: list[
-            tuple[float, list[OutputEvent]]
-        ] = []  # time and events of each publish
-        self.faults: list[Exception] = []
-        self.core = EngineCore(
-            self.runner,
-            self.scheduler,
-            self.inbox,
-            publish=self._keep,
-            on_death=self.faults.append,
-            metrics=self.metrics,
-            clock=self.runner.clock,
-        )
+        super().__init__(self.runner, scheduler, self.runner.clock)
 
     def _keep(self, events: list[OutputEvent]) -> None:
         self.published.append((self.runner.clock(), events))
-        self.events += events
+        super()._keep(events)
 
     def submit(
         self,
@@ -432,51 +414,5 @@ class SteppedEngine:
             resume_points=tuple(resume_points),
             guidance=None if forced is None else fake_guidance(forced, sampling.stop_token_ids),
         )
-        self.inbox.put(Submit(request=request, arrival_s=self.runner.clock()))
+        self.add(request, arrival_s=self.runner.clock())
         return request
-
-    def abort(self, request_id: str) -> None:
-        self.inbox.put(Abort(request_id=request_id))
-
-    def step(self, count: int = 1) -> None:
-        """Make so many passes; the loop must not be idle without a command."""
-        for _ in range(count):
-            self.core.step()
-
-    def run_until_idle(self, max_steps: int = 1_000) -> None:
-        """Make passes until nothing is live; fail where that takes too many."""
-        for _ in range(max_steps):
-            self.core.step()
-            if self.core.is_idle:
-                self.scheduler.check_integrity()
-                return
-        raise AssertionError(
-            f"requests {self.scheduler.live_ids()} still live after {max_steps} steps"
-        )
-
-    def events_of(self, request_id: str) -> list[OutputEvent]:
-        return [event for event in self.events if event.request_id == request_id]
-
-    def tokens_of(self, request_id: str) -> tuple[int, ...]:
-        """Published ids of a sequence."""
-        outputs = (event for event in self.events_of(request_id) if isinstance(event, TokenOutput))
-        return tuple(token_id for output in outputs for token_id in output.token_ids)
-
-    def logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
-        """Published log-probabilities of a sequence's output."""
-        outputs = (event for event in self.events_of(request_id) if isinstance(event, TokenOutput))
-        return tuple(logprobs for output in outputs for logprobs in output.logprobs)
-
-    def prompt_logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
-        """Published log-probabilities of a sequence's prompt; none after the first token's."""
-        events = self.events_of(request_id)
-        told = [event for event in events if isinstance(event, PromptOutput)]
-        assert events[: len(told)] == told
-        return tuple(logprobs for event in told for logprobs in event.logprobs)
-
-    def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
-        """Return the terminal event of a sequence; it must be the last and the only one."""
-        *outputs, end = self.events_of(request_id)
-        assert all(isinstance(output, PromptOutput | TokenOutput) for output in outputs)
-        assert isinstance(end, RequestFinished | RequestFailed)
-        return end

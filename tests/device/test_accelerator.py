@@ -3,18 +3,12 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.device.compiler import compile_all
-from jaxserve.device.runner import ModelRunner, lowerings
-from jaxserve.models.registry import load_config
-from jaxserve.models.specs import random_params
 from tests import oracle
-from tests.checkpoints import config_json, named_tensors, write_json_files
 from tests.engine import tiny
-from tests.engine.tiny import HandDriven, TinyModel, prompt_of
+from tests.engine.tiny import HandDriven, TinyModel, make_tiny_model, prompt_of
 
 pytestmark = [pytest.mark.accelerator, pytest.mark.timeout(600)]  # it waits for the compiler
 
@@ -29,18 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     if jax.default_backend() == "cpu":
         pytest.skip("no accelerator here")
     folder = tmp_path_factory.mktemp("e2b")
-    write_json_files(folder, config_json("e2b"))
-    config = load_config(folder)
-    params = random_params(config, jnp.bfloat16, seed=3)
-    compiled = compile_all(lowerings(PLAN, config, params), lambda done, total: None)
-    return TinyModel(
-        config=config,
-        params=params,
-        tensors=named_tensors(params, config),
-        plan=PLAN,
-        compiled=compiled,
-        runner=ModelRunner(params, config, PLAN, compiled),
-    )
+    return make_tiny_model(folder, "e2b", plan=PLAN, options=None)
 
 
 def test_greedy_ids_are_the_oracles_wherever_its_choice_is_clear(model: TinyModel) -> None:

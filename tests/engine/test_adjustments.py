@@ -183,10 +183,9 @@ def test_company_and_preemption_change_no_token(
     rng = np.random.default_rng(seed)
 
     for i in rng.permutation(len(requests)):
-        engine.submit(requests[i])
+        engine.add(requests[i])
         for _ in range(rng.integers(0, 3) if seed else 0):  # all at once, or joining later
             engine.step()
-    engine.step()
     engine.run_until_idle()
 
     for request in requests:
@@ -208,11 +207,9 @@ def test_a_slot_that_was_aborted_leaves_nothing_to_the_next(
     for request in requests:
         # Its row is in flight when the next request takes over its slot.
         victim = replace(by_name(requests, "all"), request_id=f"before {request.request_id}")
-        engine.submit(victim)
+        engine.add(victim)
         for _ in range(5):
             engine.step()
         engine.abort(victim.request_id)
-        engine.submit(request)
-        engine.step()
-        engine.run_until_idle()
+        engine.run(request)
         assert engine.tokens_of(request.request_id) == alone[request.request_id]

@@ -64,9 +64,7 @@ def assert_greedy(checkpoint: Path, loaded: LoadedModel) -> None:
     """Check some output by the oracle."""
     sizes = Sizes(**{field.name: getattr(loaded.runner, field.name) for field in fields(Sizes)})
     engine = TinyEngine(loaded.runner, sizes)
-    engine.submit(request_of("a", PROMPT, 8))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request_of("a", PROMPT, 8))
     ids = engine.tokens_of("a")
     assert len(ids) == 8
     steps = oracle.logits(read_tensors(checkpoint), load_config(checkpoint), [*PROMPT, *ids[:-1]])[

@@ -53,8 +53,7 @@ def test_streams_of_every_sampling(
 
     for i in range(num_streams):
         sampling = SAMPLINGS[(i + num_streams) % len(SAMPLINGS)]
-        engine.submit(request_of(str(i), prompt_of(3 + 5 * i), 6 + i, sampling))
-    engine.step()
+        engine.add(request_of(str(i), prompt_of(3 + 5 * i), 6 + i, sampling))
     engine.run_until_idle()
 
     assert num_compiles() == before
@@ -72,9 +71,7 @@ def test_prompts_of_every_length(
     engine = TinyEngine(warm.runner)
 
     sampling = replace(SAMPLINGS[0], num_prompt_logprobs=num_prompt_logprobs)
-    engine.submit(request_of("a", prompt_of(length), PLAN.max_model_len - length, sampling))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request_of("a", prompt_of(length), PLAN.max_model_len - length, sampling))
 
     assert num_compiles() == before
 
@@ -84,11 +81,10 @@ def test_aborts_and_preemption(warm: TinyModel, num_compiles: Callable[[], int])
     engine = TinyEngine(warm.runner, Sizes(num_pages=18))
 
     for i in range(10):
-        engine.submit(request_of(str(i), prompt_of(20), 40, SAMPLINGS[i % len(SAMPLINGS)]))
+        engine.add(request_of(str(i), prompt_of(20), 40, SAMPLINGS[i % len(SAMPLINGS)]))
     for i in range(0, 10, 3):
         engine.step()
         engine.abort(str(i))
-    engine.step()
     engine.run_until_idle()
 
     assert engine.num_preemptions > 0

@@ -9,7 +9,7 @@ import pytest
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.runner import ModelRunner
 from jaxserve.errors import EngineDeadError
-from jaxserve.types import GenerationRequest, RequestFailed, RequestFinished, SamplingParams
+from jaxserve.types import GenerationRequest, RequestFailed, SamplingParams
 from tests.engine.tiny import PLAN, Sizes, TinyEngine, TinyModel, prompt_of, request_of, run_alone
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
@@ -50,8 +50,7 @@ def by_id(name: str) -> GenerationRequest:
 
 def assert_as_alone(engine: TinyEngine, alone: Alone) -> None:
     for name, tokens in alone.items():
-        end = engine.end_of(name)
-        assert isinstance(end, RequestFinished)
+        end = engine.finished(name)
         if end.reason == "abort":
             assert engine.tokens_of(name) == tokens[: len(engine.tokens_of(name))]
         else:
@@ -73,10 +72,9 @@ def test_company_changes_no_token(e2b: TinyModel, alone: Alone, order: int) -> N
     engine, rng = TinyEngine(e2b.runner), np.random.default_rng(order)
 
     for i in rng.permutation(len(REQUESTS)):
-        engine.submit(REQUESTS[i])
+        engine.add(REQUESTS[i])
         for _ in range(rng.integers(0, 4) if order else 0):  # all at once, or joining later
             engine.step()
-    engine.step()
     engine.run_until_idle()
 
     assert_as_alone(engine, alone)
@@ -87,10 +85,8 @@ def test_every_slot_gives_the_same_tokens(e2b: TinyModel, alone: Alone) -> None:
     for num_others in range(1, PLAN.num_slots):
         engine = TinyEngine(e2b.runner)
         for i in range(num_others):  # they hold the slots before it
-            engine.submit(request_of(f"other {i}", prompt_of(3, seed=i), 40))
-        engine.submit(request)
-        engine.step()
-        engine.run_until_idle()
+            engine.add(request_of(f"other {i}", prompt_of(3, seed=i), 40))
+        engine.run(request)
         assert engine.tokens_of("all") == alone["all"], f"in slot {num_others}"
 
 
@@ -100,10 +96,7 @@ def test_preemption_and_queueing_change_no_token(
 ) -> None:
     engine = TinyEngine(e2b.runner, Sizes(num_pages=num_pages, num_slots=num_slots))
 
-    for request in REQUESTS:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*REQUESTS)
 
     assert_as_alone(engine, alone)
     assert (engine.num_preemptions > 0) == (num_slots == 8)
@@ -113,10 +106,7 @@ def test_what_a_sequence_left_in_the_pages_does_not_matter(e2b: TinyModel, alone
     # One sequence's worth of pages: every request is given those of the one before it.
     engine = TinyEngine(e2b.runner, Sizes(num_pages=17, num_slots=1))
 
-    for request in REQUESTS:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*REQUESTS)
 
     assert_as_alone(engine, alone)
 
@@ -127,9 +117,9 @@ def test_an_abort_at_any_step_frees_the_row_and_disturbs_nobody(
 ) -> None:
     """Its prefill takes 2 steps, at least; from then on it decodes with a step in flight."""
     engine = TinyEngine(e2b.runner)
-    engine.submit(request_of("victim", prompt_of(90), 30))
+    engine.add(request_of("victim", prompt_of(90), 30))
     for request in REQUESTS:
-        engine.submit(request)
+        engine.add(request)
     for _ in range(num_steps):
         engine.step()
 
@@ -137,8 +127,7 @@ def test_an_abort_at_any_step_frees_the_row_and_disturbs_nobody(
     engine.step()
     engine.step()
 
-    end = engine.end_of("victim")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("victim")
     assert end.reason == "abort"
     engine.run_until_idle()
     assert engine.end_of("victim") is end
@@ -153,12 +142,11 @@ def test_arrivals_aborts_and_preemptions_at_random(e2b: TinyModel, alone: Alone,
     to_abort = set(names[::3])
 
     for name in names:
-        engine.submit(by_id(name))
+        engine.add(by_id(name))
         for _ in range(rng.integers(0, 6)):
             engine.step() if not engine.core.is_idle else None
         if to_abort and rng.random() < 0.5:
             engine.abort(to_abort.pop())
-    engine.step()
     engine.run_until_idle()
 
     assert_as_alone(engine, alone)
@@ -182,12 +170,9 @@ def test_a_stop_id_ends_the_sequence_and_is_its_last_token(
     )
     engine = TinyEngine(e2b.runner)
 
-    engine.submit(request_of("stopped", by_id(name).prompt_ids, 30, stopping))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request_of("stopped", by_id(name).prompt_ids, 30, stopping))
 
-    end = engine.end_of("stopped")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("stopped")
     assert end.reason == "stop"
     assert engine.tokens_of("stopped") == tokens[: tokens.index(stop_id) + 1]
 
@@ -196,12 +181,9 @@ def test_a_stop_id_ends_the_sequence_and_is_its_last_token(
 def test_max_tokens_is_the_number_of_tokens(e2b: TinyModel, alone: Alone, max_tokens: int) -> None:
     engine = TinyEngine(e2b.runner)
 
-    engine.submit(request_of("cut", by_id("greedy").prompt_ids, max_tokens))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request_of("cut", by_id("greedy").prompt_ids, max_tokens))
 
-    end = engine.end_of("cut")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("cut")
     assert (end.reason, end.stats.num_output_tokens) == ("length", max_tokens)
     assert engine.tokens_of("cut") == alone["greedy"][:max_tokens]
 
@@ -221,7 +203,7 @@ def test_a_program_that_fails_ends_every_request_once(e2b: TinyModel) -> None:
     programs = {**e2b.compiled, bucket: cast(Any, fail_later)}
     engine = TinyEngine(ModelRunner(e2b.params, e2b.config, e2b.plan, programs))
     for request in REQUESTS:  # some run, some wait
-        engine.submit(request)
+        engine.add(request)
 
     engine.core.run()
 

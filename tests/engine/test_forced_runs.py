@@ -18,7 +18,6 @@ from jaxserve.types import (
     GenerationRequest,
     Grammar,
     Guidance,
-    RequestFinished,
     SamplingParams,
 )
 from tests.engine.tiny import (
@@ -103,16 +102,8 @@ def extends_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(model: TinyModel, request: GenerationRequest) -> tuple[TinyEngine, int]:
     """Return the engine that a request had to itself, and how many steps it took."""
     engine = TinyEngine(model.runner)
-    engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request)
     return engine, len(engine.core.host_times)
-
-
-def stats_of(engine: TinyEngine, name: str) -> RequestFinished:
-    end = engine.end_of(name)
-    assert isinstance(end, RequestFinished)
-    return end
 
 
 @pytest.mark.usefixtures("extends_cost_nothing")
@@ -128,7 +119,7 @@ def test_the_ids_are_those_that_are_sampled_and_steps_are_fewer(
         engine, num_steps = run(e2b, request)
 
         assert engine.tokens_of(request.request_id) == sampled
-        stats = stats_of(engine, request.request_id).stats
+        stats = engine.finished(request.request_id).stats
         assert stats.num_output_tokens == len(sampled)
         assert stats.num_forced_tokens > 0
         # A pass a step, one for the step beyond the end, and one that only reads that.
@@ -177,14 +168,14 @@ def test_company_preemption_and_all_that_counts_ids_change_no_id(
 
     engine = TinyEngine(e2b.runner, Sizes(num_pages=21))
     for i, request in enumerate(requests):
-        engine.submit(request)
+        engine.add(request)
         if i == 2:
             engine.step()
     engine.run_until_idle()
 
     assert {name: engine.tokens_of(name) for name in alone} == alone
     assert engine.num_preemptions > 0
-    forced = {name: stats_of(engine, name).stats.num_forced_tokens for name in alone}
+    forced = {name: engine.finished(name).stats.num_forced_tokens for name in alone}
     assert forced["told"] == forced["free0"] == 0
     assert min(forced[name] for name in ("counted", "biased", "host", "in-time", "scored")) > 0
     assert len(engine.logprobs_of("told")) == len(alone["told"])
@@ -197,7 +188,7 @@ def test_a_budget_ends_within_forced_text(e2b: TinyModel) -> None:
     whole = run_alone(e2b.runner, guided("b", SCHEMAS[0]), forces_runs=False)
     for max_tokens in (1, 2, 3, len(whole) - 1, len(whole)):
         engine, _ = run(e2b, guided("b", SCHEMAS[0], max_tokens=max_tokens))
-        end = stats_of(engine, "b")
+        end = engine.finished("b")
         assert engine.tokens_of("b") == whole[:max_tokens]
         assert end.stats.num_output_tokens == max_tokens
         assert end.reason == ("stop" if max_tokens == len(whole) else "length")
@@ -214,8 +205,8 @@ def test_a_grammar_with_a_stack_forces_its_text_as_well(e2b: TinyModel) -> None:
         request = guided("s", tree, replace(HOT, seed=seed), on_device=False)
         engine, _ = run(e2b, request)
         assert engine.tokens_of("s") == run_alone(e2b.runner, request, forces_runs=False)
-        assert stats_of(engine, "s").stats.grammar_path == "host"
-        assert stats_of(engine, "s").stats.num_forced_tokens > 0
+        assert engine.finished("s").stats.grammar_path == "host"
+        assert engine.finished("s").stats.num_forced_tokens > 0
 
 
 @pytest.mark.usefixtures("extends_cost_nothing")
@@ -223,10 +214,8 @@ def test_what_was_forced_is_cached_for_who_comes_next(e2b: TinyModel) -> None:
     engine = TinyEngine(e2b.runner)
     for name in ("first", "again"):
         request = replace(guided("x", SCHEMAS[3]), request_id=name)
-        engine.submit(request)
-        engine.step()
-        engine.run_until_idle()
+        engine.run(request)
     assert engine.tokens_of("again") == engine.tokens_of("first")
-    cached = stats_of(engine, "again").stats.num_cached_tokens
+    cached = engine.finished("again").stats.num_cached_tokens
     # Of the prompt alone, though ids behind it are cached as well.
     assert 0 < cached <= len(prompt_of(20, 1))

@@ -15,7 +15,6 @@ from jaxserve.types import (
     GenerationRequest,
     Grammar,
     Guidance,
-    RequestFinished,
     SamplingParams,
 )
 from tests.engine.tiny import (
@@ -86,9 +85,7 @@ def assert_kept(tables: TokenTables, ids: tuple[int, ...], max_tokens: int = MAX
 
 
 def path_of(engine: TinyEngine, name: str) -> Path | None:
-    end = engine.end_of(name)
-    assert isinstance(end, RequestFinished)
-    return end.stats.grammar_path
+    return engine.finished(name).stats.grammar_path
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -123,7 +120,7 @@ def test_company_preemption_and_place_change_no_token(
     # Few pages: some are preempted; eight slots and a small arena: some find no room in it.
     engine = TinyEngine(e2b.runner, Sizes(num_pages=33))
     for i, request in enumerate(requests):
-        engine.submit(request)
+        engine.add(request)
         if i % 3 == 0:
             engine.step()
     engine.run_until_idle()
@@ -147,10 +144,7 @@ def test_what_finds_no_room_in_the_arena_is_guided_from_the_host(e2b: TinyModel)
     sizes = [len(image.rows_NR) + 1 for image in images if image is not None]
     assert sum(sizes[:2]) <= num_rows - 1 < sum(sizes)
     engine = TinyEngine(e2b.runner)
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*requests)
 
     assert [path_of(engine, request.request_id) for request in requests] == [
         "device",
@@ -161,9 +155,7 @@ def test_what_finds_no_room_in_the_arena_is_guided_from_the_host(e2b: TinyModel)
         assert_kept(tables, engine.tokens_of(request.request_id))
     # Nobody uses them any more.
     again = TinyEngine(e2b.runner)
-    again.submit(requests[2])
-    again.step()
-    again.run_until_idle()
+    again.run(requests[2])
     assert path_of(again, "large2") == "device"
     rendered = engine.metrics.render().decode()
     assert 'jaxserve_guided_requests_total{path="device"} 2.0' in rendered
@@ -252,15 +244,13 @@ def test_a_grammar_that_begins_in_mid_stream_leaves_the_rest_alone(e2b: TinyMode
 def test_an_aborted_sequence_leaves_its_grammars_rows_to_others(e2b: TinyModel) -> None:
     tables = random_tables(1, vocab_size=VOCAB, num_states=30, num_special=110)
     engine = TinyEngine(e2b.runner)
-    engine.submit(guided("a", tables))
+    engine.add(guided("a", tables))
     engine.step()
     engine.abort("a")
     engine.run_until_idle()
     for i in range(5):
         name = f"large{i}"
         others = random_tables(20 + i, vocab_size=VOCAB, num_states=30, num_special=110)
-        engine.submit(guided(name, others))
-        engine.step()
-        engine.run_until_idle()
+        engine.run(guided(name, others))
         assert path_of(engine, name) == "device"
         assert_kept(others, engine.tokens_of(name))

@@ -2,19 +2,19 @@
 
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 
 from jaxserve.types import SamplingParams
 from tests import oracle
-from tests.engine.test_prefixes import PROMPT, assert_as_cold, cached_tokens, run, sizes_of
+from tests.engine.test_prefixes import PROMPT, assert_hit_equals_miss
 from tests.engine.tiny import (
     PLAN,
     HandDriven,
     Sizes,
     TinyEngine,
     TinyModel,
+    assert_the_cache_stays_in_place,
     make_tiny_model,
     prompt_of,
     request_of,
@@ -65,13 +65,7 @@ def test_the_oracle_does_round(model: TinyModel) -> None:
 
 @pytest.mark.parametrize("cut", [1, 8, 17, 31, 33, 40])
 def test_hit_equals_miss(model: TinyModel, cut: int) -> None:
-    engine = TinyEngine(model.runner, sizes_of(model))
-    run(engine, "first", PROMPT, *range(1, len(PROMPT)))
-    other = PROMPT[:cut] + prompt_of(45 - cut, seed=1)
-    run(engine, "second", other)
-
-    assert cached_tokens(engine, "second") == cut
-    assert_as_cold(model, engine, "second", other)
+    assert_hit_equals_miss(model, cut)
 
 
 def test_tokens_stay_the_same_in_company_and_where_requests_are_preempted(
@@ -85,27 +79,11 @@ def test_tokens_stay_the_same_in_company_and_where_requests_are_preempted(
     alone = [run_alone(model.runner, request) for request in requests]
     sizes = Sizes(num_pages=24, num_sliding_pages=24, num_slots=4)
     engine = TinyEngine(model.runner, sizes)
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*requests)
 
     assert engine.num_preemptions > 0
     assert [engine.tokens_of(request.request_id) for request in requests] == alone
 
 
 def test_no_step_copies_an_array_of_the_cache(model: TinyModel) -> None:
-    driven = HandDriven(model, seed=3)
-    slot = driven.add(prompt_of(40))
-    runner = model.runner
-
-    def addresses() -> list[int]:
-        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(runner._cache)]
-
-    before = addresses()
-    driven.prefill(slot, chunk=16)
-    driven.decode([slot], steps=2)
-    runner.copy_pages([(1, 2, 3, 4)])
-
-    assert len(before) == 2 * len(model.config.kv_owners)
-    assert addresses() == before
+    assert_the_cache_stays_in_place(model)

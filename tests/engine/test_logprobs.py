@@ -70,10 +70,7 @@ def engine_of(model: TinyModel, *, num_pages: int = PLAN.num_pages) -> TinyEngin
 
 def run(model: TinyModel, *requests: GenerationRequest) -> TinyEngine:
     engine = engine_of(model)
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*requests)
     return engine
 
 
@@ -161,10 +158,9 @@ def test_company_changes_nothing_that_is_told(e2b: TinyModel, seed: int) -> None
     engine, rng, requests = engine_of(e2b), np.random.default_rng(seed), mixed_requests()
 
     for i in rng.permutation(len(requests)):
-        engine.submit(requests[i])
+        engine.add(requests[i])
         for _ in range(rng.integers(0, 3)):
             engine.step()
-    engine.step()
     engine.run_until_idle()
 
     for request in requests:
@@ -175,10 +171,7 @@ def test_company_changes_nothing_that_is_told(e2b: TinyModel, seed: int) -> None
 def test_preemption_repeats_and_loses_nothing_that_is_told(e2b: TinyModel, num_pages: int) -> None:
     engine, requests = engine_of(e2b, num_pages=num_pages), mixed_requests()
 
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*requests)
 
     assert engine.num_preemptions > 0
     for request in requests:
@@ -193,9 +186,9 @@ def test_a_prompt_preempted_while_it_is_scored(e2b: TinyModel, num_pages: int) -
     rows = [request_of(name, prompt_of(6, seed=ord(name)), 60) for name in "abc"]
     request = scored(request_of("scored", prompt_of(118), 9), num_top=1)
     for row in rows:
-        engine.submit(row)
+        engine.add(row)
     engine.step()
-    engine.submit(request)
+    engine.add(request)
     while engine.num_preemptions == 0:
         engine.step()
     num_told = len(engine.prompt_logprobs_of("scored"))

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.types import PromptOutput, RequestFinished, SamplingParams
+from jaxserve.types import PromptOutput, SamplingParams
 from tests.checkpoints import Kind
 from tests.engine.conftest import TinyModels
 from tests.engine.tiny import (
@@ -28,16 +28,12 @@ TOLERANCE = 2e-3
 
 
 def cached_tokens(engine: TinyEngine, name: str) -> int:
-    end = engine.end_of(name)
-    assert isinstance(end, RequestFinished)
-    return end.stats.num_cached_tokens
+    return engine.finished(name).stats.num_cached_tokens
 
 
 def run(engine: TinyEngine, name: str, prompt: tuple[int, ...], *points: int) -> None:
     request = request_of(name, prompt, 12, GREEDY)
-    engine.submit(replace(request, resume_points=points))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(replace(request, resume_points=points))
 
 
 def assert_as_cold(
@@ -57,10 +53,8 @@ def sizes_of(model: TinyModel) -> Sizes:
     return Sizes(extend_buckets=model.plan.extend_buckets)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cut", CUTS)
-def test_hit_equals_miss_at_every_cut(tiny_models: TinyModels, kind: Kind, cut: int) -> None:
-    model = tiny_models(kind)
+def assert_hit_equals_miss(model: TinyModel, cut: int) -> None:
+    """Compare a prompt that parts from an earlier one with the same prompt cold."""
     engine = TinyEngine(model.runner, sizes_of(model))
     run(engine, "first", PROMPT, *range(1, len(PROMPT)))
     other = PROMPT[:cut] + prompt_of(45 - cut, seed=1)
@@ -68,6 +62,12 @@ def test_hit_equals_miss_at_every_cut(tiny_models: TinyModels, kind: Kind, cut: 
 
     assert cached_tokens(engine, "second") == cut
     assert_as_cold(model, engine, "second", other)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cut", CUTS)
+def test_hit_equals_miss_at_every_cut(tiny_models: TinyModels, kind: Kind, cut: int) -> None:
+    assert_hit_equals_miss(tiny_models(kind), cut)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,9 +118,7 @@ def test_hit_equals_miss_where_it_resumes_before_what_is_shared(
 def test_a_prompt_again_costs_its_last_token(e2b: TinyModel) -> None:
     engine = TinyEngine(e2b.runner)
     for name in ("first", "second"):
-        engine.submit(request_of(name, PROMPT, 9))
-        engine.step()
-        engine.run_until_idle()
+        engine.run(request_of(name, PROMPT, 9))
     assert engine.tokens_of("first") == engine.tokens_of("second")
     assert cached_tokens(engine, "first") == 0
     assert cached_tokens(engine, "second") == len(PROMPT) - 1
@@ -128,13 +126,9 @@ def test_a_prompt_again_costs_its_last_token(e2b: TinyModel) -> None:
 
 def test_an_answer_is_reused_as_well(e2b: TinyModel) -> None:
     engine = TinyEngine(e2b.runner)
-    engine.submit(request_of("turn 1", PROMPT, 20))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request_of("turn 1", PROMPT, 20))
     history = (*PROMPT, *engine.tokens_of("turn 1"), *prompt_of(5, seed=2))
-    engine.submit(request_of("turn 2", history, 9))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request_of("turn 2", history, 9))
     # The last token of an answer is never computed.
     assert cached_tokens(engine, "turn 2") == len(PROMPT) + 20 - 1
     e2b.assert_greedy(history, engine.tokens_of("turn 2"))
@@ -144,10 +138,7 @@ def test_requests_that_come_together_compute_their_prefix_once(e2b: TinyModel) -
     engine = TinyEngine(e2b.runner)
     prefix = prompt_of(80, seed=3)
     prompts = [(*prefix, *prompt_of(6, seed=4 + i)) for i in range(5)]
-    for i, prompt in enumerate(prompts):
-        engine.submit(request_of(str(i), prompt, 6))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*(request_of(str(i), prompt, 6) for i, prompt in enumerate(prompts)))
     num_computed = sum(len(p) - cached_tokens(engine, str(i)) for i, p in enumerate(prompts))
     assert num_computed < len(prefix) + 5 * (6 + PLAN.page_size)
     for i, prompt in enumerate(prompts):
@@ -159,10 +150,7 @@ def test_requests_that_wait_for_a_prefix_resume_where_it_ends(e2b: TinyModel) ->
     engine = TinyEngine(e2b.runner)
     prefix = prompt_of(66, seed=3)
     prompts = [(*prefix, *prompt_of(50, seed=4 + i)) for i in range(3)]
-    for i, prompt in enumerate(prompts):
-        engine.submit(request_of(str(i), prompt, 6))
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*(request_of(str(i), prompt, 6) for i, prompt in enumerate(prompts)))
     assert all(cached_tokens(engine, str(i)) >= 64 for i in (1, 2))
     for i, prompt in enumerate(prompts):
         e2b.assert_greedy(prompt, engine.tokens_of(str(i)))
@@ -173,9 +161,7 @@ def test_a_scored_prompt_bypasses_the_cache_and_gets_the_same_scores_twice(e2b: 
     sampling = SamplingParams(max_tokens=1, seed=0, temperature=0.0, num_prompt_logprobs=2)
     scores = []
     for name in ("first", "second"):
-        engine.submit(request_of(name, PROMPT, 2, sampling))
-        engine.step()
-        engine.run_until_idle()
+        engine.run(request_of(name, PROMPT, 2, sampling))
         outputs = [e for e in engine.events if isinstance(e, PromptOutput)]
         scores.append([s for e in outputs if e.request_id == name for s in e.logprobs])
     assert len(scores[0]) == len(PROMPT) - 1
@@ -186,9 +172,7 @@ def test_a_scored_prompt_bypasses_the_cache_and_gets_the_same_scores_twice(e2b: 
 def test_salts_do_not_share(e2b: TinyModel) -> None:
     engine = TinyEngine(e2b.runner)
     for name, salt in [("a", None), ("b", "b"), ("c", ""), ("d", "b")]:
-        engine.submit(replace(request_of(name, PROMPT, 2), cache_salt=salt))
-        engine.step()
-        engine.run_until_idle()
+        engine.run(replace(request_of(name, PROMPT, 2), cache_salt=salt))
     assert [cached_tokens(engine, name) for name in "abcd"] == [0, 0, 0, len(PROMPT) - 1]
 
 
@@ -204,10 +188,7 @@ def test_tokens_stay_the_same_where_pages_are_evicted_and_requests_preempted(
     alone = [run_alone(e2b.runner, request) for request in requests]
     sizes = Sizes(num_pages=24, num_sliding_pages=num_sliding_pages, num_slots=4)
     engine = TinyEngine(e2b.runner, sizes)
-    for request in requests:
-        engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(*requests)
     tree = engine.scheduler.pages.tree
     assert tree.num_evicted + tree.sliding.num_points_evicted > 0
     assert engine.num_preemptions > 0

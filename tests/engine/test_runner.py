@@ -2,12 +2,16 @@
 
 from typing import get_args
 
-import jax
 import pytest
 
 from tests.checkpoints import Kind
 from tests.engine.conftest import TinyModels
-from tests.engine.tiny import HandDriven, TinyModel, prompt_of
+from tests.engine.tiny import (
+    HandDriven,
+    TinyModel,
+    assert_the_cache_stays_in_place,
+    prompt_of,
+)
 
 pytestmark = pytest.mark.timeout(300)  # the first test waits for the compiler
 
@@ -98,16 +102,4 @@ def test_the_whole_context_can_be_filled(e2b: TinyModel) -> None:
 
 
 def test_no_step_copies_a_kv_array(e2b: TinyModel) -> None:
-    driven = HandDriven(e2b, seed=3)
-    slot = driven.add(prompt_of(40))
-    runner = e2b.runner
-
-    def addresses() -> list[int]:
-        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(runner._cache)]
-
-    before = addresses()
-    driven.prefill(slot, chunk=16)
-    driven.decode([slot], steps=2)
-    runner.copy_pages([(1, 2, 3, 4)])
-
-    assert addresses() == before
+    assert_the_cache_stays_in_place(e2b)

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
@@ -12,28 +13,17 @@ from jax.stages import Compiled
 from jaxserve.device.buckets import ExtendBucket, ExtendChunk
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.runner import ModelRunner, Program, lowerings
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.inbox import Abort, Inbox, Submit
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.metrics import Metrics
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import random_params
-from jaxserve.types import (
-    GenerationRequest,
-    OutputEvent,
-    PromptOutput,
-    RequestFailed,
-    RequestFinished,
-    SamplingParams,
-    TokenLogprobs,
-    TokenOutput,
-)
+from jaxserve.types import GenerationRequest, SamplingParams
 from tests import oracle
 from tests.checkpoints import Array, Kind, Tensors, config_json, named_tensors, write_json_files
 from tests.compiling import OPTIONS
+from tests.driven_engine import DrivenEngine
 
 # Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
 PLAN = DevicePlan(
@@ -80,14 +70,20 @@ class TinyModel:
         assert (steps_NV.max(-1) - chosen_N).max() < CLOSE
 
 
-def make_tiny_model(folder: Path, kind: Kind, *, plan: DevicePlan = PLAN) -> TinyModel:
-    """Compile all programs of a plan for random float32 weights."""
+def make_tiny_model(
+    folder: Path,
+    kind: Kind,
+    *,
+    plan: DevicePlan = PLAN,
+    options: dict[str, str | bool | int] | None = OPTIONS,
+) -> TinyModel:
+    """Compile all programs of a plan for random weights of its dtype."""
     write_json_files(folder, config_json(kind))
     config = load_config(folder)
-    params = random_params(config, jnp.float32, seed=3)
+    params = random_params(config, jnp.dtype(plan.dtype), seed=3)
     lower = lowerings(plan, config, params)
     with ThreadPoolExecutor() as pool:
-        made = pool.map(lambda make: make().compile(OPTIONS), lower.values())
+        made = pool.map(lambda make: make().compile(options), lower.values())
         compiled = dict(zip(lower, made, strict=True))
     return TinyModel(
         config=config,
@@ -165,6 +161,23 @@ class HandDriven:
             self.outputs[slot].append(token_id)
 
 
+def assert_the_cache_stays_in_place(model: TinyModel) -> None:
+    """Check that no step copies an array of keys and values."""
+    driven, runner = HandDriven(model, seed=3), model.runner
+    slot = driven.add(prompt_of(40))
+
+    def addresses() -> list[int]:
+        return [array.unsafe_buffer_pointer() for array in jax.tree.leaves(runner._cache)]
+
+    before = addresses()
+    driven.prefill(slot, chunk=16)
+    driven.decode([slot], steps=2)
+    runner.copy_pages([(1, 2, 3, 4)])
+
+    assert len(before) == 2 * len(model.config.kv_owners)
+    assert addresses() == before
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What a scheduler is told of a runner; it may be told of fewer pages and slots than exist."""
@@ -178,86 +191,13 @@ class Sizes:
     extend_buckets: tuple[ExtendBucket, ...] = PLAN.extend_buckets
 
 
-class TinyEngine:
-    """The real loop, scheduler and runner, driven pass by pass in the test's own thread."""
+class TinyEngine(DrivenEngine):
+    """An engine on a real runner."""
 
     def __init__(
         self, runner: Runner, sizes: Sizes | None = None, *, forces_runs: bool = True
     ) -> None:
-        self.scheduler = Scheduler(sizes or Sizes(), forces_runs=forces_runs)
-        self.inbox = Inbox()
-        self.metrics = Metrics()
-        self.events: list[OutputEvent] = []
-        self.faults: list[Exception] = []
-        self.core = EngineCore(
-            runner,
-            self.scheduler,
-            self.inbox,
-            publish=self.events.extend,
-            on_death=self.faults.append,
-            metrics=self.metrics,
-        )
-
-    def submit(self, request: GenerationRequest) -> None:
-        self.inbox.put(Submit(request=request, arrival_s=0.0))
-
-    def abort(self, request_id: str) -> None:
-        self.inbox.put(Abort(request_id=request_id))
-
-    def step(self) -> None:
-        self.core.step()
-
-    def run_until_idle(self, max_steps: int = 2_000) -> None:
-        """Make passes until nothing is live; every page must be free then."""
-        for _ in range(max_steps):
-            if self.core.is_idle:
-                break
-            self.core.step()
-        assert self.core.is_idle
-        self.scheduler.check_integrity()
-        self.scheduler.check_idle()
-
-    def tokens_of(self, request_id: str) -> tuple[int, ...]:
-        outputs = (event for event in self.events if isinstance(event, TokenOutput))
-        return tuple(
-            token_id
-            for output in outputs
-            if output.request_id == request_id
-            for token_id in output.token_ids
-        )
-
-    def logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
-        """Published log-probabilities of a sequence's output."""
-        outputs = (event for event in self.events if isinstance(event, TokenOutput))
-        return tuple(
-            logprobs
-            for output in outputs
-            if output.request_id == request_id
-            for logprobs in output.logprobs
-        )
-
-    def prompt_logprobs_of(self, request_id: str) -> tuple[TokenLogprobs, ...]:
-        """Published log-probabilities of a sequence's prompt."""
-        outputs = (event for event in self.events if isinstance(event, PromptOutput))
-        return tuple(
-            logprobs
-            for output in outputs
-            if output.request_id == request_id
-            for logprobs in output.logprobs
-        )
-
-    def end_of(self, request_id: str) -> RequestFinished | RequestFailed:
-        """Return a sequence's terminal event, which must be its last and only one."""
-        *outputs, end = [event for event in self.events if event.request_id == request_id]
-        assert all(isinstance(output, PromptOutput | TokenOutput) for output in outputs)
-        assert isinstance(end, RequestFinished | RequestFailed)
-        return end
-
-    @property
-    def num_preemptions(self) -> int:
-        lines = self.metrics.render().decode().splitlines()
-        value = next(line for line in lines if line.startswith("jaxserve_num_preemptions_total"))
-        return int(float(value.split()[-1]))
+        super().__init__(runner, Scheduler(sizes or Sizes(), forces_runs=forces_runs))
 
 
 def run_alone(
@@ -265,9 +205,7 @@ def run_alone(
 ) -> tuple[int, ...]:
     """Return what a request gets that has the engine to itself."""
     engine = TinyEngine(runner, forces_runs=forces_runs)
-    engine.submit(request)
-    engine.step()
-    engine.run_until_idle()
+    engine.run(request)
     return engine.tokens_of(request.request_id)
 
 

@@ -58,8 +58,7 @@ def test_what_ran_past_an_end_id_is_dropped() -> None:
     engine = SteppedEngine()
     engine.submit("a", PROMPT, 20, stop_token_ids=[stop_id])
     engine.run_until_idle()
-    end = engine.end_of("a")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("a")
     assert end.reason == "stop"
     assert engine.tokens_of("a") == ids[: ids.index(stop_id) + 1]
     # The prompt's extend gave the first id; the decode beyond the end was in flight already.
@@ -71,8 +70,7 @@ def test_an_end_id_as_the_last_allowed_token_is_a_stop() -> None:
     engine = SteppedEngine()
     engine.submit("a", PROMPT, 1, stop_token_ids=ids)
     engine.run_until_idle()
-    end = engine.end_of("a")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("a")
     assert end.reason == "stop"
 
 
@@ -91,8 +89,7 @@ def test_stats_say_when_a_request_ran() -> None:
     engine = SteppedEngine(FakeRunner(decode_s=0.010, extend_s_per_token=0.001))
     engine.submit("a", PROMPT, 3)
     engine.run_until_idle()
-    end = engine.end_of("a")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("a")
     stats = end.stats
     assert (stats.num_prompt_tokens, stats.num_cached_tokens, stats.num_output_tokens) == (3, 0, 3)
     # The smallest bucket's 8 ms, then two decodes.
@@ -112,8 +109,7 @@ def test_an_abort_ends_the_request_within_two_steps(num_steps: int) -> None:
     engine.step(num_steps)
     engine.abort("a")
     engine.step()
-    end = engine.end_of("a")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("a")
     assert end.reason == "abort"
     engine.run_until_idle()
     assert engine.end_of("a") is end
@@ -129,8 +125,7 @@ def test_an_abort_of_a_waiting_request() -> None:
     engine.step(3)
     engine.abort("b")
     engine.step()
-    end = engine.end_of("b")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("b")
     assert (end.reason, end.stats.queue_s, end.stats.ttft_s) == ("abort", None, None)
 
 
@@ -142,8 +137,7 @@ def test_an_abort_of_a_preempted_request() -> None:
         engine.step()
     engine.abort("b")
     engine.run_until_idle()
-    end = engine.end_of("b")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("b")
     assert end.reason == "abort"
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.types import RequestFinished
 from tests.fakes import FAKE_BUCKETS, FakeRunner, SteppedEngine, fake_generate
 
 # The smallest extend takes 8 ms.
@@ -17,8 +16,7 @@ def engine_of(decode_s: float, **sizes: int) -> SteppedEngine:
 
 
 def num_forced(engine: SteppedEngine, name: str) -> int:
-    end = engine.end_of(name)
-    assert isinstance(end, RequestFinished)
+    end = engine.finished(name)
     return end.stats.num_forced_tokens
 
 

@@ -129,8 +129,7 @@ def test_an_abort_while_a_prompt_is_scored(num_steps: int) -> None:
     engine.step(num_steps)
     engine.abort("a")
     engine.step()
-    end = engine.end_of("a")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("a")
     assert end.reason == "abort"
     engine.run_until_idle()
 

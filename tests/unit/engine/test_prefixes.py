@@ -63,8 +63,7 @@ def generate(
         name, prompt, num_tokens, session=session, seed=len(prompt), resume_points=points
     )
     engine.run_until_idle()
-    end = engine.end_of(name)
-    assert isinstance(end, RequestFinished)
+    end = engine.finished(name)
     assert engine.tokens_of(name) == fake_generate(request.prompt_ids, request.sampling)
     return engine.tokens_of(name), end.stats.num_cached_tokens
 
@@ -157,8 +156,7 @@ def test_streams_that_start_together_compute_their_prefix_once() -> None:
         engine.submit(str(i), prompt, 3)
     engine.run_until_idle()
     for i, prompt in enumerate(prompts):
-        end = engine.end_of(str(i))
-        assert isinstance(end, RequestFinished)
+        end = engine.finished(str(i))
         assert end.stats.num_cached_tokens >= (0 if i == 0 else 2_000 - PAGE_SIZE)
         sampling = SamplingParams(max_tokens=3, seed=0)
         assert engine.tokens_of(str(i)) == fake_generate(prompt, sampling)
@@ -217,8 +215,7 @@ def test_a_page_that_only_a_running_request_has_is_copied_whole() -> None:
 
     third = engine.submit("third", (*prompt, 6), 9)
     engine.run_until_idle()
-    end = engine.end_of("third")
-    assert isinstance(end, RequestFinished)
+    end = engine.finished("third")
     assert end.stats.num_cached_tokens == 4
     assert engine.tokens_of("third") == fake_generate(third.prompt_ids, third.sampling)
 
