@@ -66,7 +66,9 @@ class DrivenEngine:
                 self.scheduler.check_idle()
                 return
             self.step()
-        raise AssertionError(f"still live after {max_steps} steps: {self.scheduler.live_ids()}")
+        raise AssertionError(
+            f"still live after {max_steps} steps: {self.scheduler.roster.live_ids()}"
+        )
 
     def run(self, *requests: GenerationRequest) -> None:
         """Generate these, all submitted at once."""

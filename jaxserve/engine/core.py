@@ -103,7 +103,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is live or in flight: the next pass sleeps until a command comes."""
-        return self._in_flight is None and not self._scheduler.has_live
+        return self._in_flight is None and not self._scheduler.roster.has_live
 
     def step(self) -> bool:
         """Make one pass of the loop; False, and nothing done, once told to stop and idle."""
@@ -111,7 +111,7 @@ class EngineCore:
             return False
         started_s = self._clock()
         batch = self._scheduler.schedule(started_s)
-        if batch is None and self._in_flight is None and self._scheduler.has_live:
+        if batch is None and self._in_flight is None and self._scheduler.roster.has_live:
             raise InvariantError("requests are live, but there is no step to run or to wait for")
         scheduled_s = self._clock()
         ahead = None if batch is None else self._dispatch(batch)
@@ -206,7 +206,7 @@ class EngineCore:
             request.guidance,
             state=guide.state,
             end_position=request.num_prompt_tokens + request.sampling.max_tokens,
-            live_slots=self._scheduler.running_slots,
+            live_slots=self._scheduler.roster.running_slots,
         )
         path: GrammarPath = "device" if is_on_device else "host"
         if request.grammar_path is None:
@@ -285,7 +285,8 @@ class EngineCore:
         )
         self._num_evicted = num_evicted
         self._metrics.set_load(
-            num_running=self._scheduler.num_running, num_waiting=self._scheduler.num_waiting
+            num_running=self._scheduler.roster.num_running,
+            num_waiting=self._scheduler.roster.num_waiting,
         )
         self._metrics.set_pages(pages.counts, pages.sliding_counts)
         self._metrics.set_resume_points(sliding.num_points)
@@ -302,6 +303,6 @@ class EngineCore:
             elif isinstance(command, Ask):
                 command.answer.set_exception(error)
         # A dict keeps one of each: a fault within a Submit leaves its sequence in both places.
-        failed = dict.fromkeys((*self._scheduler.live_ids(), *submitted))
+        failed = dict.fromkeys((*self._scheduler.roster.live_ids(), *submitted))
         self._events += [RequestFailed(request_id, error) for request_id in failed]
         self._publish_events()

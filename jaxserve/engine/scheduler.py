@@ -1,15 +1,10 @@
 """What runs in the next step: admission, decode first, prefill in chunks, preemption.
 
-It owns every live request and the slots. It plans a step on the host's knowledge alone (ids in
-flight are counted, not known) and touches no device: a Batch says what to dispatch. It reads no
-clock. Device thread only.
-
-Invariants: `_running` and `_waiting` are in order of priority, then of arrival; a slot belongs to
-one running request or is free; so does a page.
+It owns every live request, by a roster, and what the requests have of pages. It plans a step on the
+host's knowledge alone (ids in flight are counted, not known) and touches no device: a Batch says
+what to dispatch. It reads no clock. Device thread only.
 """
 
-from bisect import insort_left, insort_right
-from collections import deque
 from collections.abc import Sequence
 from itertools import islice
 
@@ -19,6 +14,7 @@ from jaxserve.engine.forced_runs import ForcedRuns
 from jaxserve.engine.pages import Pages
 from jaxserve.engine.prefixes import Found, Prefixes
 from jaxserve.engine.request import Request, RequestStatus
+from jaxserve.engine.roster import Roster
 from jaxserve.engine.runner import RunnerSizes
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.errors import ContextLengthError, InvalidRequestError, InvariantError
@@ -31,10 +27,6 @@ from jaxserve.types import (
     TokenLogprobs,
     TokenOutput,
 )
-
-
-def _order(request: Request) -> tuple[int, float]:
-    return request.priority, request.arrival_s
 
 
 class Scheduler:
@@ -68,36 +60,8 @@ class Scheduler:
         self._forced_runs = (
             ForcedRuns(sizes.extend_buckets, self.pages, self.times) if forces_runs else None
         )
-        self._num_slots = sizes.num_slots
-        self._free_slots = list(range(sizes.num_slots - 1, -1, -1))
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._live: dict[str, Request] = {}
+        self.roster = Roster(sizes.num_slots)
         self._num_steps_in_flight = 0
-
-    @property
-    def num_running(self) -> int:
-        """Requests that hold a slot."""
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue, preempted ones included."""
-        return len(self._waiting)
-
-    @property
-    def running_slots(self) -> set[int]:
-        """Slots that running requests hold."""
-        return {request.slot for request in self._running}
-
-    @property
-    def has_live(self) -> bool:
-        """Whether any request has had no terminal event."""
-        return bool(self._live)
-
-    def live_ids(self) -> list[str]:
-        """Ids of the requests that have had no terminal event."""
-        return list(self._live)
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -115,20 +79,17 @@ class Scheduler:
             raise InvalidRequestError(
                 "a sequence needs a prompt token and a max_tokens of at least 1"
             )
-        if request.request_id in self._live:
-            raise InvariantError(f"request id {request.request_id!r} is live already")
-        self._live[request.request_id] = request
+        self.roster.add(request)
         if self._forced_runs is not None:
             self._forced_runs.begin(request)
-        insort_right(self._waiting, request, key=_order)
-        for other in self._running:
+        for other in self.roster.running:
             self._prefixes.expect(request, other)
 
     def abort(
         self, request_id: str, now_s: float, reason: EndedBy = "abort"
     ) -> RequestFinished | None:
         """End a request at once and return its terminal event; None where it has ended already."""
-        request = self._live.get(request_id)
+        request = self.roster.find(request_id)
         return None if request is None else self._finish(request, reason, now_s)
 
     def schedule(self, now_s: float) -> Batch | None:
@@ -137,7 +98,7 @@ class Scheduler:
         None says that there is nothing to dispatch; if requests are live, what is in flight has to
         settle first.
         """
-        self._prefixes.begin_step(self._running)
+        self._prefixes.begin_step(self.roster.running)
         batch = Batch(now_s=now_s)
         rows = self._rows_with_pages(batch)
         if rows is None:
@@ -192,12 +153,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise InvariantError unless slots and pages add up to what the live requests hold."""
-        self.pages.check_integrity(self._running)
-        slots = sorted([*self._free_slots, *(request.slot for request in self._running)])
-        if slots != list(range(self._num_slots)):
-            raise InvariantError(f"free and running slots are {slots}, of {self._num_slots}")
-        if len(self._live) != len(self._running) + len(self._waiting):
-            raise InvariantError("a live request neither waits nor runs")
+        self.pages.check_integrity(self.roster.running)
+        self.roster.check_integrity()
 
     def _settle_scores(
         self, request: Request, start: int, results: StepResults, events: list[OutputEvent]
@@ -215,10 +172,10 @@ class Scheduler:
     def check_idle(self) -> None:
         """Raise InvariantError unless every slot and page is free or cached; O(1)."""
         num_held = self.pages.counts.num_held + self.pages.sliding_counts.num_held
-        num_free_slots = len(self._free_slots)
-        if self._live or num_held or num_free_slots != self._num_slots:
+        num_free_slots, num_slots = self.roster.num_free_slots, self.roster.num_slots
+        if self.roster.has_live or num_held or num_free_slots != num_slots:
             raise InvariantError(
-                f"idle with {num_held} pages held and {num_free_slots} of {self._num_slots} slots"
+                f"idle with {num_held} pages held and {num_free_slots} of {num_slots} slots"
             )
 
     # The cache, as others see it
@@ -253,7 +210,7 @@ class Scheduler:
         while True:
             rows = [
                 request
-                for request in self._running
+                for request in self.roster.running
                 if request.num_computed_tokens >= request.prefill_end
                 and request.has_tokens_to_sample
                 and not request.waits_for_token
@@ -291,15 +248,15 @@ class Scheduler:
 
     def _plan_prefill(self, batch: Batch, num_rows: int) -> None:
         """Fill one extend in order, beside so many rows: running prefills, then the queue."""
-        prefilling = [request for request in self._running if request.is_prefilling]
+        prefilling = [request for request in self.roster.running if request.is_prefilling]
         found = None if prefilling else self._find_for_head()
         num_left = sum(request.prefill_end - request.num_computed_tokens for request in prefilling)
-        startable = islice(self._waiting, len(self._free_slots))
+        startable = islice(self.roster.waiting, self.roster.num_free_slots)
         num_left += sum(request.num_known_tokens for request in startable)
         num_left -= 0 if found is None else found.start
         if not num_left:
             return
-        num_unstarted = len(prefilling) + len(self._waiting)
+        num_unstarted = len(prefilling) + self.roster.num_waiting
         bucket = self._prefill_bucket(num_rows, num_unstarted)
         bucket = self.times.quickest_for(num_left, bucket)
         num_blocks = bucket.tokens // bucket.block
@@ -312,7 +269,7 @@ class Scheduler:
         if prefilling and num_blocks:
             found = self._find_for_head()
         while found is not None:
-            if self._waiting[0].scores_prompt:
+            if self.roster.waiting[0].scores_prompt:
                 # It has an extend of its own, once nothing is before it.
                 if not batch.chunks:
                     self._plan_scored_chunk(batch, self._admit(batch, found))
@@ -364,25 +321,24 @@ class Scheduler:
             request.num_sampled_tokens += 1
         return -(-(end - start) // block)
 
-    # Moving requests between the queue, the slots and their end
+    # Taking requests in and letting them go
 
     def _find_for_head(self) -> Found | None:
         """Return what is cached of the head of the queue, if it may start."""
-        if not (self._waiting and self._free_slots):
+        roster = self.roster
+        if not (roster.waiting and roster.num_free_slots):
             return None
-        head = self._waiting[0]
-        found = self._prefixes.find(head, self._running)
-        if self._running and (
-            self._prefixes.is_being_computed(head, found, self._running)
-            or not self.pages.can_start(head, found.nodes, self._running)
+        head = roster.waiting[0]
+        found = self._prefixes.find(head, roster.running)
+        if roster.running and (
+            self._prefixes.is_being_computed(head, found, roster.running)
+            or not self.pages.can_start(head, found.nodes, roster.running)
         ):
             return None
         return found
 
     def _admit(self, batch: Batch, found: Found) -> Request:
-        request = self._waiting.popleft()
-        request.status = RequestStatus.RUNNING
-        request.slot = self._free_slots.pop()
+        request = self.roster.admit()
         request.prefill_end = request.num_known_tokens
         looks_up = self._prefixes.looks_up(request)
         self._prefixes.take(batch, request, found)
@@ -392,9 +348,8 @@ class Scheduler:
             if looks_up:
                 batch.num_looked_up += request.num_prompt_tokens
                 batch.num_cached += request.num_cached_tokens
-        insort_right(self._running, request, key=_order)
         batch.admitted.append(request)
-        for other in islice(self._waiting, self._num_slots):
+        for other in islice(self.roster.waiting, self.roster.num_slots):
             self._prefixes.expect(other, request)
         return request
 
@@ -404,26 +359,17 @@ class Scheduler:
         Its output ids are kept and prefilled with the prompt. Noise depends on seed and position
         alone, so the ids that follow are those that would have followed.
         """
-        request = self._running[-1]
+        request = self.roster.running[-1]
         if request.num_sampled_tokens != len(request.output_ids):
             raise InvariantError(f"request {request.request_id!r} is preempted with ids in flight")
-        self._release(request, batch.now_s)
-        request.status = RequestStatus.PREEMPTED
+        self.roster.send_back(request)
+        self._prefixes.leave(request, batch.now_s)
         request.num_computed_tokens = request.num_copyable_tokens = 0
-        insort_left(self._waiting, request, key=_order)
         batch.num_preempted += 1
 
     def _finish(self, request: Request, reason: FinishReason, now_s: float) -> RequestFinished:
-        if request.status is RequestStatus.RUNNING:
-            self._release(request, now_s)
-        else:
-            self._waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        del self._live[request.request_id]
+        was_running = request.status is RequestStatus.RUNNING
+        self.roster.end(request)
+        if was_running:
+            self._prefixes.leave(request, now_s)
         return RequestFinished(request.request_id, reason, request.stats(now_s))
-
-    def _release(self, request: Request, now_s: float) -> None:
-        """Take back the slot of a running request, and leave what it computed in the tree."""
-        self._running.remove(request)
-        self._free_slots.append(request.slot)
-        self._prefixes.leave(request, now_s)

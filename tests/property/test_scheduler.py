@@ -116,7 +116,7 @@ def run(engine: SteppedEngine, plan: list[Planned]) -> None:
             engine.scheduler.check_integrity()
         elif step > last_step:
             return
-    raise AssertionError(f"requests {engine.scheduler.live_ids()} starve")
+    raise AssertionError(f"requests {engine.scheduler.roster.live_ids()} starve")
 
 
 def assert_told(

@@ -133,7 +133,7 @@ def test_an_abort_of_a_preempted_request() -> None:
     engine = SteppedEngine(FakeRunner(num_pages=10, page_size=4, max_model_len=36))
     for i, name in enumerate("ab"):
         engine.submit(name, (3 + i,) * 8, 16, seed=i)
-    while engine.scheduler.num_waiting == 0 or engine.scheduler.num_running != 1:
+    while engine.scheduler.roster.num_waiting == 0 or engine.scheduler.roster.num_running != 1:
         engine.step()
     engine.abort("b")
     engine.run_until_idle()

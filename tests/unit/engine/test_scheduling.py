@@ -123,7 +123,7 @@ def test_requests_beyond_the_slots_wait_in_order_of_arrival() -> None:
     for name in "abcd":
         engine.submit(name, prompt(3), 5)
     engine.step()
-    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (2, 2)
+    assert (engine.scheduler.roster.num_running, engine.scheduler.roster.num_waiting) == (2, 2)
     engine.run_until_idle()
     ends = [event.request_id for event in engine.events if isinstance(event, RequestFinished)]
     assert ends == ["a", "b", "c", "d"]
@@ -157,7 +157,7 @@ def test_preemption_waits_until_what_is_in_flight_has_settled() -> None:
     engine = SteppedEngine(FakeRunner(num_pages=10, page_size=4, max_model_len=36))
     for i, name in enumerate("ab"):
         engine.submit(name, prompt(8, 30 * i), 16, seed=i)
-    while engine.scheduler.num_waiting == 0 or engine.scheduler.num_running != 1:
+    while engine.scheduler.roster.num_waiting == 0 or engine.scheduler.roster.num_running != 1:
         num_unread_before = len(engine.runner.unread)
         engine.step()
     # The pass that preempts found nothing unread: the pass before it only settled.
@@ -262,6 +262,6 @@ def test_integrity_check_finds_a_lost_page_and_a_lost_slot() -> None:
     with pytest.raises(InvariantError, match="1 pages are used"):
         scheduler.check_integrity()
     scheduler.pages.pool.release(pages)
-    scheduler._free_slots.pop()
+    scheduler.roster._free_slots.pop()
     with pytest.raises(InvariantError, match="slots"):
         scheduler.check_integrity()
