@@ -1,8 +1,10 @@
 """What a schema asks of a value of one type, as a formula: and, or, atoms, and other schemas.
 
-Every condition knows its exact contrary, so that `not`, `oneOf`, `if` and their nesting need no
-code of their own; one without a contrary refuses to have it.
+Every condition knows its exact contrary, which holds where it does not. So `not`, `oneOf`, `if` and
+their nesting need no code of their own. One without a contrary refuses to have it.
 """
+
+# ruff: noqa: D102 - what `contrary` is stands above
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +27,6 @@ class Literal:
     positive: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Literal(self.pointer, not self.positive)
 
 
@@ -36,7 +37,6 @@ class And:
     parts: tuple["Formula", ...] = ()
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Or(tuple(part.contrary() for part in self.parts))
 
 
@@ -47,7 +47,6 @@ class Or:
     parts: tuple["Formula", ...] = ()
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return And(tuple(part.contrary() for part in self.parts))
 
 
@@ -72,7 +71,6 @@ class AmongBooleans:
     values: frozenset[bool]
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return AmongBooleans(frozenset((True, False)) - self.values)
 
 
@@ -83,7 +81,6 @@ class IsInteger:
     positive: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return IsInteger(not self.positive)
 
 
@@ -94,7 +91,6 @@ class Minimum:
     bound: Bound
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Maximum(Bound(self.bound.value, not self.bound.inclusive))
 
 
@@ -105,7 +101,6 @@ class Maximum:
     bound: Bound
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Minimum(Bound(self.bound.value, not self.bound.inclusive))
 
 
@@ -117,7 +112,6 @@ class MultipleOf:
     positive: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return MultipleOf(self.factor, not self.positive)
 
 
@@ -129,7 +123,6 @@ class AmongNumbers:
     positive: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return AmongNumbers(self.values, not self.positive)
 
 
@@ -141,7 +134,6 @@ class AmongStrings:
     positive: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return AmongStrings(self.values, not self.positive)
 
 
@@ -154,7 +146,6 @@ class Matches:
     positive: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Matches(self.pattern, self.pointer, not self.positive)
 
 
@@ -178,7 +169,6 @@ class Counts:
     pointer: str = ""
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return _outside(self.length, lambda length: Counts(length, self.pointer))
 
 
@@ -190,7 +180,6 @@ class Item:
     schema: Literal
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return And((Counts(Length(self.index + 1)), Item(self.index, _contrary(self.schema))))
 
 
@@ -202,7 +191,6 @@ class Items:
     schema: Literal
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Contains(self.start, _contrary(self.schema), Length(1))
 
 
@@ -215,7 +203,6 @@ class Contains:
     length: Length
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return _outside(self.length, lambda length: Contains(self.start, self.schema, length))
 
 
@@ -239,7 +226,6 @@ class Property:
     declared: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         fits_not = Property(self.name, _contrary(self.schema), declared=False)
         return And((Has(self.name, declared=False), fits_not))
 
@@ -252,7 +238,6 @@ class Has:
     declared: bool = True
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Lacks(self.name)
 
 
@@ -263,7 +248,6 @@ class Lacks:
     name: str
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return Has(self.name, declared=False)
 
 
@@ -284,7 +268,6 @@ class AllOf:
     pointer: str
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return SomeOf(self.which, _contrary(self.schema), self.pointer)
 
 
@@ -297,7 +280,6 @@ class SomeOf:
     pointer: str
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return AllOf(self.which, _contrary(self.schema), self.pointer)
 
 
@@ -309,7 +291,6 @@ class NamesFit:
     pointer: str
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return SomeNameFits(_contrary(self.schema), self.pointer)
 
 
@@ -321,7 +302,6 @@ class SomeNameFits:
     pointer: str
 
     def contrary(self) -> "Formula":
-        """Return the condition that holds where this one does not."""
         return NamesFit(_contrary(self.schema), self.pointer)
 
 

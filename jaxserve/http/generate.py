@@ -27,9 +27,9 @@ from jaxserve.http.served_model import ServedModel
 from jaxserve.http.sse import EventStreamResponse
 from jaxserve.http.thought_budget import ThoughtBudget, closers
 from jaxserve.metrics import Metrics
-from jaxserve.openai.fields import Name
 from jaxserve.openai.logprobs import LogprobsWriter
 from jaxserve.openai.options import GenerationOptions
+from jaxserve.openai.readers import Name
 from jaxserve.openai.responses import Answer
 from jaxserve.text.stop_strings import StopAutomaton
 from jaxserve.types import GenerationRequest, Grammar, Guidance

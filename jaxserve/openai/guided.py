@@ -12,20 +12,8 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.guided.document import MAX_ENUM_VALUES, MAX_SCHEMA_BYTES
 from jaxserve.guided.specs import as_source
 from jaxserve.guided.tables import GrammarSpec
-from jaxserve.openai.fields import (
-    Boolean,
-    Field,
-    Inert,
-    ListOf,
-    Mapped,
-    Neutral,
-    Object,
-    OneOf,
-    Schema,
-    Text,
-    Values,
-    table,
-)
+from jaxserve.openai.fields import Field, Object, Values, table
+from jaxserve.openai.readers import Boolean, Inert, ListOf, Mapped, Neutral, OneOf, Schema, Text
 
 MAX_CHOICE_CHARS = 4096
 

@@ -5,22 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.fields import (
-    Anything,
-    Boolean,
-    Field,
-    FieldTable,
-    Inert,
-    ListOf,
-    Mapped,
-    Neutral,
-    Object,
-    OneOf,
-    Text,
-    Values,
-    read_object,
-    table,
-)
+from jaxserve.openai.fields import Field, FieldTable, Object, Values, read_object, table
+from jaxserve.openai.readers import Anything, Boolean, Inert, ListOf, Mapped, Neutral, OneOf, Text
 from jaxserve.openai.tool_calls import CALL_ID, TOOL_CALLS, ToolCall, pair_results
 from jaxserve.openai.tools import TOOLS, Tool
 

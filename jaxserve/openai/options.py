@@ -8,9 +8,10 @@ field in no table is unknown and refused.
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.fields import (
+from jaxserve.openai.fields import Field, Object, Values, table
+from jaxserve.openai.guided import ENSURE_COMPLETE, GRAMMAR_FIELDS, GrammarRequest, read_grammar
+from jaxserve.openai.readers import (
     Boolean,
-    Field,
     Inert,
     Integer,
     ListOf,
@@ -18,17 +19,13 @@ from jaxserve.openai.fields import (
     Name,
     Neutral,
     Number,
-    Object,
     OneOrMany,
     RequestId,
     Schema,
     Text,
     TokenBiases,
     TokenIds,
-    Values,
-    table,
 )
-from jaxserve.openai.guided import ENSURE_COMPLETE, GRAMMAR_FIELDS, GrammarRequest, read_grammar
 from jaxserve.types import MAX_BAD_WORDS, MAX_LOGPROBS
 
 MAX_SEQUENCES = 128

@@ -6,16 +6,9 @@ from typing import cast
 
 import orjson
 
-from jaxserve.openai.fields import (
-    NAME_PATTERN,
-    Field,
-    FieldTable,
-    Inert,
-    Neutral,
-    Schema,
-    object_schema,
-)
+from jaxserve.openai.fields import Field, FieldTable, object_schema
 from jaxserve.openai.options import MAX_PROMPT_SCORES, MAX_TEXT_CHARS
+from jaxserve.openai.readers import NAME_PATTERN, Inert, Neutral, Schema
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,

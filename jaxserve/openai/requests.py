@@ -6,22 +6,7 @@ Knows neither tokens nor the model: what depends on them is checked where the pr
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
-from jaxserve.openai.fields import (
-    Boolean,
-    Field,
-    FieldTable,
-    Inert,
-    Integer,
-    ListOf,
-    Name,
-    Neutral,
-    Schema,
-    Text,
-    TokenIds,
-    Values,
-    read_object,
-    table,
-)
+from jaxserve.openai.fields import Field, FieldTable, Values, read_object, table
 from jaxserve.openai.guided import GRAMMAR_FIELDS, GrammarRequest, read_grammar
 from jaxserve.openai.json_body import decode_json
 from jaxserve.openai.messages import CONVERSATION_FIELDS, Conversation, read_conversation
@@ -33,6 +18,17 @@ from jaxserve.openai.options import (
     GenerationOptions,
     N,
     read_options,
+)
+from jaxserve.openai.readers import (
+    Boolean,
+    Inert,
+    Integer,
+    ListOf,
+    Name,
+    Neutral,
+    Schema,
+    Text,
+    TokenIds,
 )
 from jaxserve.openai.tool_calls import keep_exact_arguments
 from jaxserve.openai.tools import CHOICE_FIELDS, TOOLS, ToolUse, read_tool_use
@@ -96,9 +92,6 @@ class DetokenizeRequest:
     tokens: tuple[int, ...]
 
 
-_PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarCheckRequest:
     """POST /v1/grammar/check: a grammar, tools or both, as they stand in a chat's request."""
@@ -107,6 +100,9 @@ class GrammarCheckRequest:
     grammar: GrammarRequest | None
     tool_use: ToolUse
     texts: tuple[str, ...]
+
+
+_PROMPT_IDS = TokenIds(1, MAX_TOKEN_IDS)
 
 
 class _Prompt:
@@ -363,18 +359,6 @@ def parse_flush(body: bytes) -> None:
         read_object(decode_json(body), "", FLUSH_FIELDS)
 
 
-def _decoded(body: bytes) -> object:
-    """Decode a body that may be a chat's; its calls' arguments stay as they were written."""
-    value = decode_json(body)
-    if _is_chat(value):
-        keep_exact_arguments(value, body)
-    return value
-
-
-def _is_chat(value: object) -> bool:
-    return isinstance(value, dict) and "messages" in value
-
-
 def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
     """Read the body of a grammar check; raises InvalidRequestError naming the field."""
     values: Values = read_object(decode_json(body), "", GRAMMAR_CHECK_FIELDS)
@@ -394,3 +378,15 @@ def parse_grammar_check(body: bytes) -> GrammarCheckRequest:
     return GrammarCheckRequest(
         model=values[MODEL], grammar=grammar, tool_use=tool_use, texts=values[_TEXTS]
     )
+
+
+def _decoded(body: bytes) -> object:
+    """Decode a body that may be a chat's; its calls' arguments stay as they were written."""
+    value = decode_json(body)
+    if _is_chat(value):
+        keep_exact_arguments(value, body)
+    return value
+
+
+def _is_chat(value: object) -> bool:
+    return isinstance(value, dict) and "messages" in value

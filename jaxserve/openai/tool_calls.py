@@ -10,22 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.fields import (
-    Anything,
-    Field,
-    Inert,
-    Integer,
-    ListOf,
-    Mapped,
-    Object,
-    OneOf,
-    Schema,
-    Text,
-    Values,
-    read_object,
-    table,
-)
+from jaxserve.openai.fields import Field, Object, Values, read_object, table
 from jaxserve.openai.json_body import repair_surrogates
+from jaxserve.openai.readers import Anything, Inert, Integer, ListOf, Mapped, OneOf, Schema, Text
 from jaxserve.openai.tools import ToolName
 
 # Of one message.

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.fields import MAX_DEPTH
+from jaxserve.openai.readers import MAX_DEPTH
 
 # References multiply: a few of them can stand for millions of schemas.
 MAX_NODES = 10_000

@@ -8,20 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.openai.fields import (
-    Boolean,
-    Field,
-    Integer,
-    ListOf,
-    Mapped,
-    Object,
-    OneOf,
-    Schema,
-    Text,
-    Values,
-    read_object,
-    table,
-)
+from jaxserve.openai.fields import Field, Object, Values, read_object, table
+from jaxserve.openai.readers import Boolean, Integer, ListOf, Mapped, OneOf, Schema, Text
 
 # OpenAI's limit.
 MAX_TOOLS = 128

@@ -4,10 +4,10 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
-from jaxserve.openai.fields import (
+from jaxserve.openai.fields import Field, Object, read_object, table
+from jaxserve.openai.readers import (
     MAX_DEPTH,
     Boolean,
-    Field,
     Inert,
     Integer,
     ListOf,
@@ -15,7 +15,6 @@ from jaxserve.openai.fields import (
     Name,
     Neutral,
     Number,
-    Object,
     OneOf,
     OneOrMany,
     Reader,
@@ -23,8 +22,6 @@ from jaxserve.openai.fields import (
     Text,
     TokenBiases,
     TokenIds,
-    read_object,
-    table,
 )
 
 

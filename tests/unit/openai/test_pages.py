@@ -14,8 +14,9 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.routes import Endpoints
 from jaxserve.metrics import Metrics
-from jaxserve.openai.fields import FieldTable, Inert, Neutral
+from jaxserve.openai.fields import FieldTable
 from jaxserve.openai.pages import api_page, openapi_document
+from jaxserve.openai.readers import Inert, Neutral
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.errors import InvalidRequestError, UnsupportedFieldError
-from jaxserve.openai.fields import FieldTable, Neutral
+from jaxserve.openai.fields import FieldTable
+from jaxserve.openai.readers import Neutral
 from jaxserve.openai.requests import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
