@@ -3,7 +3,7 @@
 A request names one grammar at most. Whether a schema can be enforced is the compiler's to say.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import orjson
@@ -11,7 +11,7 @@ import orjson
 from jaxserve.errors import InvalidRequestError
 from jaxserve.guided.document import MAX_ENUM_VALUES, MAX_SCHEMA_BYTES
 from jaxserve.guided.specs import as_source
-from jaxserve.guided.tables import GrammarSpec
+from jaxserve.guided.tables import GrammarKind, GrammarSpec
 from jaxserve.openai.fields import Field, Object, Values, table
 from jaxserve.openai.readers import Boolean, Inert, ListOf, Mapped, Neutral, OneOf, Schema, Text
 
@@ -97,10 +97,8 @@ class _ResponseFormat:
             return None
         source = None if wrapped is None else wrapped[self._json_schema["schema"]]
         if source is None:
-            return GrammarRequest(spec=GrammarSpec(kind="json_object"), param=path)
-        return GrammarRequest(
-            spec=GrammarSpec(kind="json_schema", source=source), param=f"{path}.json_schema.schema"
-        )
+            return _request_of(path, "json_object", "")
+        return _request_of(f"{path}.json_schema.schema", "json_schema", source)
 
     def schema(self) -> Schema:
         return Object(self._fields).schema()
@@ -138,15 +136,14 @@ class _StructuredOutputs:
         values = Object(self._fields)(value, path)
         compact = values[self._compact]
         found = [
-            _request_of(f"{path}.json", json=values[self._json], compact=compact),
-            _request_of(f"{path}.regex", regex=values[self._regex]),
-            _request_of(f"{path}.choice", choice=values[self._choice]),
-            _request_of(f"{path}.grammar", lark=values[self._grammar]),
+            _request_of(f"{path}.json", "json_schema", values[self._json], compact=compact),
+            _request_of(f"{path}.regex", "regex", values[self._regex]),
+            _request_of(f"{path}.choice", "choice", values[self._choice]),
+            _request_of(f"{path}.grammar", "lark", values[self._grammar]),
         ]
         if values[self._json_object]:
-            spec = GrammarSpec(kind="json_object", compact=compact)
-            found.append(GrammarRequest(spec=spec, param=f"{path}.json_object"))
-        only = _only([request for request in found if request is not None])
+            found.append(_request_of(f"{path}.json_object", "json_object", "", compact=compact))
+        only = _only(found)
         if only is None:
             raise InvalidRequestError(
                 f"{path} must hold one of json, regex, choice, grammar, json_object.", param=path
@@ -158,35 +155,24 @@ class _StructuredOutputs:
 
 
 def _request_of(
-    param: str,
-    *,
-    json: str | None = None,
-    regex: str | None = None,
-    choice: tuple[str, ...] | None = None,
-    lark: str | None = None,
-    compact: bool = False,
+    param: str, kind: GrammarKind, value: str | tuple[str, ...] | None, *, compact: bool = False
 ) -> GrammarRequest | None:
-    if json is not None:
-        spec = GrammarSpec(kind="json_schema", source=json, compact=compact)
-    elif regex is not None:
-        spec = GrammarSpec(kind="regex", source=regex)
-    elif choice is not None:
-        spec = GrammarSpec(kind="choice", source=as_source(choice))
-    elif lark is not None:
-        spec = GrammarSpec(kind="lark", source=lark)
-    else:
+    """Return what a field of a grammar asks for, if it is there."""
+    if value is None:
         return None
-    return GrammarRequest(spec=spec, param=param)
+    source = value if isinstance(value, str) else as_source(value)
+    return GrammarRequest(spec=GrammarSpec(kind=kind, source=source, compact=compact), param=param)
 
 
-def _only(found: list[GrammarRequest]) -> GrammarRequest | None:
+def _only(found: Iterable[GrammarRequest | None]) -> GrammarRequest | None:
     """Return the one grammar that a request names; None: it names none."""
-    if len(found) > 1:
+    asked = [request for request in found if request is not None]
+    if len(asked) > 1:
         raise InvalidRequestError(
-            f"{found[0].param} and {found[1].param} ask for two grammars; an answer has one.",
-            param=found[1].param,
+            f"{asked[0].param} and {asked[1].param} ask for two grammars; an answer has one.",
+            param=asked[1].param,
         )
-    return found[0] if found else None
+    return asked[0] if asked else None
 
 
 _RESPONSE_FORMAT: Field[GrammarRequest | None] = Field(
@@ -231,9 +217,9 @@ def read_grammar(values: Values) -> GrammarRequest | None:
     found = [
         values[_RESPONSE_FORMAT],
         values[_STRUCTURED],
-        _request_of("guided_json", json=values[_GUIDED_JSON]),
-        _request_of("guided_regex", regex=values[_GUIDED_REGEX]),
-        _request_of("guided_choice", choice=values[_GUIDED_CHOICE]),
-        _request_of("guided_grammar", lark=values[_GUIDED_GRAMMAR]),
+        _request_of("guided_json", "json_schema", values[_GUIDED_JSON]),
+        _request_of("guided_regex", "regex", values[_GUIDED_REGEX]),
+        _request_of("guided_choice", "choice", values[_GUIDED_CHOICE]),
+        _request_of("guided_grammar", "lark", values[_GUIDED_GRAMMAR]),
     ]
-    return _only([request for request in found if request is not None])
+    return _only(found)
