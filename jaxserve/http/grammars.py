@@ -28,7 +28,12 @@ class Compiler(Protocol):
     """Compiles grammars: jaxserve.guided.service has it."""
 
     async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
-        """Return a grammar; raises SchemaError where it can't be enforced."""
+        """Return a grammar.
+
+        Raises:
+            SchemaError: it can't be enforced.
+            OverloadedError: too many others wait to be compiled.
+        """
         ...
 
     async def warm(self, specs: Iterable[guided.GrammarSpec] = ()) -> None:
@@ -54,7 +59,7 @@ class Grammars:
         return self._layouts.vocabulary.marks
 
     async def compile(self, spec: guided.GrammarSpec) -> guided.Grammar:
-        """Return what a grammar compiles to; raises SchemaError where it can't be enforced."""
+        """Return what a grammar compiles to; raises as `Compiler.compile`."""
         return await self._compiler.compile(spec)
 
     async def prepare(
@@ -67,10 +72,7 @@ class Grammars:
 
         `openings` go before it, and each before those that it follows here. What is text of the
         grammar and one of `stop_ids`, which end the request, is never the only token allowed,
-        unless the grammar has no other there.
-
-        Raises:
-            SchemaError: it can't be enforced.
+        unless the grammar has no other there. Raises as `Compiler.compile`.
         """
         stops = sorted(filter(self._layouts.vocabulary.is_text, stop_ids))
         key = " ".join(map(str, [spec.digest if spec else "anything", *openings, *stops]))

@@ -54,6 +54,7 @@ class AnswerGrammars:
 
         Raises:
             SchemaError: that can't be enforced.
+            OverloadedError: too many grammars wait to be compiled.
             UnsupportedFieldError: this server has no grammars.
         """
         if self.plan is not None and self.plan.tool_use.offered:

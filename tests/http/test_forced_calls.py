@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
+from jaxserve.errors import OverloadedError, SchemaError
 from jaxserve.guided.tables import Grammar, GrammarSpec
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
@@ -355,8 +356,6 @@ async def test_a_wrong_schema_of_an_answer_is_no_tools_fault(
 async def test_a_compiler_that_fails_leaves_calls_free(
     gemma4: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jaxserve.errors import SchemaError
-
     async def fail(self: object, spec: GrammarSpec) -> Grammar:
         raise SchemaError("it takes too long", code="schema_too_complex")
 
@@ -369,3 +368,16 @@ async def test_a_compiler_that_fails_leaves_calls_free(
     strict = {"function": {**ASK["tools"][0]["function"], "strict": True}}
     reply = await post(app, CHAT, {**ASK, "tools": [strict]})
     assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("fields", [ASK, FORCED, {"messages": [USER], **ONE}], ids=len)
+async def test_a_full_queue_of_grammars_refuses(
+    gemma4: ServedModel, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    async def refuse(self: object, spec: GrammarSpec) -> Grammar:
+        raise OverloadedError("64 grammars wait to be compiled")
+
+    monkeypatch.setattr(InlineCompiler, "compile", refuse)
+    reply = await post(serve(with_grammars(gemma4), FakeEngine()), CHAT, fields)
+    assert (reply.status, reply.error["code"]) == (429, "queue_full")
+    assert reply.headers["retry-after"] == "1"
