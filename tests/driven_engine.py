@@ -75,6 +75,19 @@ class DrivenEngine:
         self.add(*requests)
         self.run_until_idle()
 
+    def abort_after(self, num_steps: int, request_id: str) -> None:
+        """Abort a sequence after so many passes, and run all others to their end.
+
+        The next pass must end it, and nothing of it come after.
+        """
+        self.step(num_steps)
+        self.abort(request_id)
+        self.step()
+        end = self.finished(request_id)
+        assert end.reason == "abort"
+        self.run_until_idle()
+        assert self.end_of(request_id) is end
+
     def events_of(self, request_id: str) -> list[OutputEvent]:
         return [event for event in self.events if event.request_id == request_id]
 

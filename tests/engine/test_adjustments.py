@@ -208,8 +208,7 @@ def test_a_slot_that_was_aborted_leaves_nothing_to_the_next(
         # Its row is in flight when the next request takes over its slot.
         victim = replace(by_name(requests, "all"), request_id=f"before {request.request_id}")
         engine.add(victim)
-        for _ in range(5):
-            engine.step()
+        engine.step(5)
         engine.abort(victim.request_id)
         engine.run(request)
         assert engine.tokens_of(request.request_id) == alone[request.request_id]

@@ -117,20 +117,10 @@ def test_an_abort_at_any_step_frees_the_row_and_disturbs_nobody(
 ) -> None:
     """Its prefill takes 2 steps, at least; from then on it decodes with a step in flight."""
     engine = TinyEngine(e2b.runner)
-    engine.add(request_of("victim", prompt_of(90), 30))
-    for request in REQUESTS:
-        engine.add(request)
-    for _ in range(num_steps):
-        engine.step()
+    engine.add(request_of("victim", prompt_of(90), 30), *REQUESTS)
 
-    engine.abort("victim")
-    engine.step()
-    engine.step()
+    engine.abort_after(num_steps, "victim")
 
-    end = engine.finished("victim")
-    assert end.reason == "abort"
-    engine.run_until_idle()
-    assert engine.end_of("victim") is end
     assert_as_alone(engine, alone)
 
 
@@ -202,8 +192,7 @@ def test_a_program_that_fails_ends_every_request_once(e2b: TinyModel) -> None:
     program = cast(Callable[..., Any], e2b.compiled[bucket])
     programs = {**e2b.compiled, bucket: cast(Any, fail_later)}
     engine = TinyEngine(ModelRunner(e2b.params, e2b.config, e2b.plan, programs))
-    for request in REQUESTS:  # some run, some wait
-        engine.add(request)
+    engine.add(*REQUESTS)  # some run, some wait
 
     engine.core.run()
 

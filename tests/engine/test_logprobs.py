@@ -185,8 +185,7 @@ def test_a_prompt_preempted_while_it_is_scored(e2b: TinyModel, num_pages: int) -
     engine = TinyEngine(e2b.runner, Sizes(num_pages=num_pages, extend_buckets=buckets))
     rows = [request_of(name, prompt_of(6, seed=ord(name)), 60) for name in "abc"]
     request = scored(request_of("scored", prompt_of(118), 9), num_top=1)
-    for row in rows:
-        engine.add(row)
+    engine.add(*rows)
     engine.step()
     engine.add(request)
     while engine.num_preemptions == 0:

@@ -106,13 +106,7 @@ def test_an_abort_ends_the_request_within_two_steps(num_steps: int) -> None:
     )
     request = engine.submit("a", (1,) * 40, 20)
     other = engine.submit("other", PROMPT, 12, seed=8)
-    engine.step(num_steps)
-    engine.abort("a")
-    engine.step()
-    end = engine.finished("a")
-    assert end.reason == "abort"
-    engine.run_until_idle()
-    assert engine.end_of("a") is end
+    engine.abort_after(num_steps, "a")
     alone = fake_generate(request.prompt_ids, request.sampling)
     assert engine.tokens_of("a") == alone[: len(engine.tokens_of("a"))]
     assert engine.tokens_of("other") == fake_generate(other.prompt_ids, other.sampling)

@@ -126,14 +126,8 @@ def test_an_abort_while_a_prompt_is_scored(num_steps: int) -> None:
     engine = SteppedEngine()
     request = engine.submit("a", prompt(40), 20, num_prompt_logprobs=2)
     other = engine.submit("other", prompt(5, 50), 12, num_prompt_logprobs=0)
-    engine.step(num_steps)
-    engine.abort("a")
-    engine.step()
-    end = engine.finished("a")
-    assert end.reason == "abort"
-    engine.run_until_idle()
+    engine.abort_after(num_steps, "a")
 
-    assert engine.end_of("a") is end
     told = engine.prompt_logprobs_of("a")
     # One chunk of 8 for each step but the one in flight.
     assert len(told) == min(8 * max(num_steps - 1, 0), 39)
