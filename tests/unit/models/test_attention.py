@@ -10,7 +10,6 @@ import pytest
 
 from jaxserve.models.attention import PagedRows, attend
 from jaxserve.models.kv_cache import FloatPages
-from jaxserve.models.layers import sum_rows
 
 NUM_PAGES, PAGE, HEAD_DIM, WINDOW, CHUNK_PAGES = 24, 32, 64, 100, 4
 TABLE = 20
@@ -93,9 +92,3 @@ def test_blocks_of_two_sequences_each_read_their_own_pages() -> None:
     for i in range(2):
         alone = rows_of(np.array([rows.start_R[i]]), 16, table_RM[i : i + 1])
         np.testing.assert_array_equal(run(q_RTHE[i : i + 1], cache, alone, None)[0], together[i])
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 96, 128, 640])
-def test_sums_of_rows(size: int) -> None:
-    x = np.random.default_rng(size).standard_normal((3, 5, size)).astype(np.float32)
-    np.testing.assert_allclose(sum_rows(jnp.asarray(x)), x.sum(-1, np.float64), atol=1e-4)
