@@ -253,7 +253,12 @@ class _Server:
             forces_runs=not config.no_forced_runs,
         )
         plan = loaded.runner.plan
-        self._metrics.set_info(attention=plan.attention, dtype=plan.dtype, kv_dtype=plan.kv_dtype)
+        self._metrics.set_info(
+            attention=plan.attention,
+            dtype=plan.dtype,
+            head_dtype=loaded.head_dtype,
+            kv_dtype=plan.kv_dtype,
+        )
         on_compile(self._metrics.serving_compiles.inc)
         grammar_folder = self._cache_dir / "grammars"
         grammars = make_grammars(config, loaded, tokenizer, end_ids, grammar_folder)

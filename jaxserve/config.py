@@ -17,6 +17,7 @@ PROGRAM_FLAGS = (
     "dtype",
     "weights",
     "ple_dtype",
+    "head_dtype",
     "kv_dtype",
     "attention",
     "max_model_len",
@@ -80,6 +81,13 @@ class ServeConfig:
         " TPU where the table is",
         "auto",
         choices=("auto", "bf16", "int4"),
+    )
+    head_dtype: str = flag(
+        "of the table of token embeddings, which is the head as well; int8: half of bf16's bytes,"
+        " rounded to 127 levels and a scale for each token, quicker on a TPU and slower on a CPU;"
+        " auto and bf16: --dtype, which rounds nothing more",
+        "auto",
+        choices=("auto", "bf16", "int8"),
     )
     kv_dtype: str = flag(
         "of cached keys and values; int8: half of bf16's bytes, rounded to 127 levels and a scale"

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Measure what a cache of another dtype costs in quality: the figures of docs/quality.md.
+"""Measure what a cache or a head of another dtype costs in quality: docs/quality.md's figures.
 
-A text is forced through two models in lockstep, chunk by chunk: the reference with the cache in the
-weights' dtype, and the same weights with another cache. Then the reference continues its last
-tokens greedily, one at a time, and the other one is forced along, so that its error can be seen to
-grow or not. Without a text, ids are random, as models with random weights want them.
+A text is forced through two models in lockstep, chunk by chunk: the reference with all in the
+weights' dtype, and the same weights with another cache, another head or both. Then the reference
+continues its last tokens greedily, one at a time, and the other one is forced along, so that its
+error can be seen to grow or not. Without a text, ids are random, as models with random weights want
+them.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from jaxserve.device.evaluate import PagedSequence
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.int8_table import Int8Table, pack_table
 from jaxserve.models.kv_cache import KVDtype
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
@@ -30,7 +32,7 @@ CHUNK = 64
 PARTS = 5
 """Of a continuous decode, for which its error is told apart."""
 
-COLUMNS = ("cache", "perplexity", "change", "greedy agreement", "KL", "largest difference")
+COLUMNS = ("other", "perplexity", "change", "greedy agreement", "KL", "largest difference")
 
 
 @dataclass(slots=True)
@@ -86,12 +88,29 @@ def _compare(z_TV: jax.Array, other_TV: jax.Array, next_T: jax.Array) -> tuple[j
     return nll, kl, agrees, jnp.abs(centred[0] - centred[1]).max(-1)
 
 
+def with_int8_head(params: Params) -> Params:
+    """Return weights whose table of token embeddings, and head, is int8."""
+    if isinstance(params.embed_VD, Int8Table):
+        return params
+    return replace(params, embed_VD=pack_table(params.embed_VD))
+
+
 def compare(
-    params: Params, config: ModelConfig, ids: Sequence[int], steps: int, kv_dtype: KVDtype
+    sides: tuple[Params, Params],
+    config: ModelConfig,
+    ids: Sequence[int],
+    steps: int,
+    kv_dtype: KVDtype | None,
 ) -> tuple[Comparison, list[Comparison]]:
-    """Force ids, then decode; return the comparison of the first, and of the second by parts."""
+    """Force ids, then decode; return the comparison of the first, and of the second by parts.
+
+    `sides` are the reference and the other, whose cache is of `kv_dtype`; None: as the reference's.
+    """
     length = len(ids) + steps
-    pair = [PagedSequence(params, config, length, 32, dtype) for dtype in (None, kv_dtype)]
+    pair = [
+        PagedSequence(params, config, length, 32, dtype)
+        for params, dtype in zip(sides, (None, kv_dtype), strict=True)
+    ]
     forced = Comparison()
     for start in range(0, len(ids), CHUNK):
         part = list(ids[start : start + CHUNK])
@@ -125,24 +144,28 @@ def rows(arguments: argparse.Namespace) -> Iterator[list[str]]:
     dtype = jnp.dtype(arguments.dtype)
     loaded = load_params(arguments.model, config, dtype, progress=lambda done, total: None)
     ids = read_ids(arguments, config)
-    kv_dtype: KVDtype = arguments.kv_dtype
-    forced, decoded = compare(loaded.params, config, ids, arguments.steps, kv_dtype)
-    yield [f"{kv_dtype}, {len(forced.nll)} forced tokens", *forced.cells()]
+    kv_dtype: KVDtype | None = None if arguments.kv_dtype == "same" else arguments.kv_dtype
+    is_int8 = arguments.head_dtype == "int8"
+    other = with_int8_head(loaded.params) if is_int8 else loaded.params
+    forced, decoded = compare((loaded.params, other), config, ids, arguments.steps, kv_dtype)
+    name = f"{arguments.kv_dtype} KV, {arguments.head_dtype} head"
+    yield [f"{name}, {len(forced.nll)} forced tokens", *forced.cells()]
     first = 1
     for part in decoded:
         last = first + len(part.nll) - 1
-        yield [f"{kv_dtype}, decode steps {first} to {last}", *part.cells()]
+        yield [f"{name}, decode steps {first} to {last}", *part.cells()]
         first = last + 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what a cache's dtype costs in quality.")
+    parser = argparse.ArgumentParser(description="Measure what another dtype costs in quality.")
     parser.add_argument("--model", type=Path, required=True, help="a folder")
     parser.add_argument("--text", type=Path, nargs="*", help="files; none: random ids")
     parser.add_argument("--tokens", type=int, default=2049)
     parser.add_argument("--steps", type=int, default=1000, help="of the decode")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--kv-dtype", choices=("int8", "bfloat16"), default="int8")
+    parser.add_argument("--kv-dtype", choices=("same", "int8", "bfloat16"), default="int8")
+    parser.add_argument("--head-dtype", choices=("same", "int8"), default="same")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     print(f"{arguments.model.name}, {arguments.dtype}, jax {jax.__version__}\n")

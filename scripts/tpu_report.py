@@ -122,7 +122,7 @@ class Report:
         config: ModelConfig,
         max_batch: int,
         context: int,
-        int4_uses: set[Use],
+        packed_uses: set[Use],
         kv_dtype: KVDtype,
         attention: AttentionKernel,
         limits: Mapping[str, Mapping[str, float]],
@@ -130,7 +130,7 @@ class Report:
         self._config = config
         self._limits = limits
         self.reached: dict[str, dict[str, float]] = {}
-        self._params = on_chip(abstract_params(config, DTYPE, int4_uses))
+        self._params = on_chip(abstract_params(config, DTYPE, packed_uses))
         mix = PageMix.of_model(
             config,
             kv_dtype,
@@ -194,6 +194,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="only so many; whole periods of 5, for E4B 6")
     parser.add_argument("--weights", choices=("bf16", "int4"), default="bf16", help="of linears")
     parser.add_argument("--ple-dtype", choices=("bf16", "int4"), default="bf16")
+    parser.add_argument("--head-dtype", choices=("bf16", "int8"), default="bf16")
     parser.add_argument("--kv-dtype", choices=("bf16", "int8"), default="bf16")
     parser.add_argument("--attention", choices=("pallas", "xla"), default="pallas")
     parser.add_argument("--batch", default="1,8,32", help="rows of decodes, powers of two")
@@ -213,17 +214,21 @@ def main() -> int:
         f"{args.model}, {args.weights} weights, {args.ple_dtype} table, {args.kv_dtype} KV,"
         f" {args.attention} attention, context {args.context}"
     )
+    if args.head_dtype == "int8":
+        options += ", int8 head"
     if args.layers:
         options += f", {args.layers} layers"
-    int4_uses: set[Use] = {"linear"} if args.weights == "int4" else set()
+    packed_uses: set[Use] = {"linear"} if args.weights == "int4" else set()
     if args.ple_dtype == "int4":
-        int4_uses.add("ple_table")
+        packed_uses.add("ple_table")
+    if args.head_dtype == "int8":
+        packed_uses.add("embedding")
     rows = [int(n) for n in args.batch.split(",") if n]
     config = model_config(args.model, args.layers)
     kv_dtype: KVDtype = "int8" if args.kv_dtype == "int8" else "bfloat16"
     max_batch = max(rows, default=8)
     limits = read_limits(options)
-    report = Report(config, max_batch, args.context, int4_uses, kv_dtype, args.attention, limits)
+    report = Report(config, max_batch, args.context, packed_uses, kv_dtype, args.attention, limits)
     names = [f"decode {n}" for n in rows] + [f"extend {n}" for n in args.extend.split(",") if n]
     if unknown := set(names) - set(report.programs):
         sys.exit(f"not among {', '.join(report.programs)}: {', '.join(unknown)}")

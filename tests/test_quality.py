@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.models.registry import load_config
 from jaxserve.models.weights import load_params
-from scripts.quality import Comparison, compare
+from scripts.quality import Comparison, compare, with_int8_head
 
 E2B = Path(__file__).parent / "data/checkpoints/gemma4-e2b"
 
@@ -39,9 +39,20 @@ def test_int8_keys_and_values_cost_little() -> None:
     loaded = load_params(E2B, config, jnp.float32, progress=lambda done, total: None)
     ids = np.random.default_rng(0).integers(2, config.vocab_size, 128).tolist()
 
-    forced, decoded = compare(loaded.params, config, ids, 0, "int8")
+    forced, decoded = compare((loaded.params, loaded.params), config, ids, 0, "int8")
 
     assert len(forced.nll) == 127
     assert decoded == []
+    assert np.mean(forced.agrees) > 0.93
+    assert 0 < np.mean(forced.kl) < 0.01
+
+
+def test_an_int8_head_costs_little() -> None:
+    config = load_config(E2B)
+    loaded = load_params(E2B, config, jnp.float32, progress=lambda done, total: None)
+    ids = np.random.default_rng(0).integers(2, config.vocab_size, 64).tolist()
+
+    forced, _ = compare((loaded.params, with_int8_head(loaded.params)), config, ids, 0, None)
+
     assert np.mean(forced.agrees) > 0.93
     assert 0 < np.mean(forced.kl) < 0.01

@@ -107,7 +107,7 @@ def identity(
         **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
         **{f"--{name.replace('_', '-')}": value for name, value in _fields(options)},
         **{f"the model's {name}": value for name, value in _fields(config)},
-        "int4": ", ".join(sorted(loaded.int4_uses)) or "nothing",
+        "what is packed": ", ".join(loaded.packed) or "nothing",
         "the weights' form": _digest(form.encode())[:16],
     }
 

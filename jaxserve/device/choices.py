@@ -49,6 +49,7 @@ class LoadOptions:
     max_batch: int
     kv_cache_bytes: int | None
     tokens_per_resume_point: int
+    head_dtype: str = "auto"
     attention: str = "auto"
     grammar_bytes: int = 0
 
@@ -103,6 +104,7 @@ class Choices:
             self.dtype,
             linears=self._int4("--weights", self.options.weights),
             ple_table=self._int4("--ple-dtype", self.options.ple_dtype),
+            int8_embedding=self.options.head_dtype == "int8",
         )
 
     def make_plan(
@@ -128,7 +130,7 @@ class Choices:
         budget = MemoryBudget(
             limit_bytes=limit_bytes,
             weight_bytes=loaded.num_bytes,
-            int4_bytes=loaded.int4_bytes,
+            packed_bytes=loaded.packed_bytes,
             state_bytes=state_bytes,
             temp_bytes=sizes.temp_bytes,
             kv_bytes=sizes.kv_bytes,

@@ -36,12 +36,14 @@ class LoadedModel:
     """A runner and the model it runs.
 
     Attributes:
+        head_dtype: of the table of token embeddings.
         warm_up_s: what its programs took when they were warmed up.
         phases_s: what the parts of the start took, by what they did.
     """
 
     config: ModelConfig
     runner: ModelRunner
+    head_dtype: str
     warm_up_s: dict[StepProgram, float]
     phases_s: dict[str, float]
 
@@ -89,7 +91,7 @@ def load_model(
         choices.config.model_type,
         target.device.device_kind,
         choices.dtype,
-        "".join(f", {use} int4" for use in sorted(loaded.int4_uses)),
+        "".join(f", {packed}" for packed in loaded.packed),
         choices.kv_dtype,
         choices.attention,
         len(ready),
@@ -98,6 +100,7 @@ def load_model(
     return LoadedModel(
         config=choices.config,
         runner=runner,
+        head_dtype="int8" if "embedding" in loaded.packed_uses else choices.dtype,
         warm_up_s=warm_up_s,
         phases_s={
             "loading weights": loaded_s - started_s,

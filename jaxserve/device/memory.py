@@ -4,12 +4,14 @@ It does arithmetic on bytes and knows no arrays.
 """
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.device.plan import PAGE_SIZE, pages_for
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVDtype, bytes_per_page
+from jaxserve.models.specs import PackedForm
 from jaxserve.models.windows import Windows
 
 GIB = 1 << 30
@@ -92,7 +94,7 @@ class MemoryBudget:
 
     Attributes:
         limit_bytes: what may be used in all (on a CPU the machine's memory); None: unknown.
-        int4_bytes: of the weights, those of int4 leaves.
+        packed_bytes: of the weights, those of packed leaves, by their form.
         state_bytes: what the slots keep between steps: grammars, penalties and biases by token.
         temp_bytes: most that one program needs while it runs.
         kv_bytes: what the page pools may take.
@@ -100,7 +102,7 @@ class MemoryBudget:
 
     limit_bytes: int | None
     weight_bytes: int
-    int4_bytes: int
+    packed_bytes: Mapping[PackedForm, int]
     state_bytes: int
     temp_bytes: int
     kv_bytes: int
@@ -134,9 +136,10 @@ class MemoryBudget:
             ("KV pages, full", self.num_pages, self.mix.bytes_per_page),
             ("KV pages, sliding", self.num_sliding_pages, self.mix.bytes_per_sliding_page),
         ]
+        packed = ", ".join(f"{form} {_gib(size)}" for form, size in self.packed_bytes.items())
         rows = [
             ("device limit", "none set" if self.limit_bytes is None else _gib(self.limit_bytes)),
-            ("weights", f"{_gib(self.weight_bytes)}, of them int4 {_gib(self.int4_bytes)}"),
+            ("weights", f"{_gib(self.weight_bytes)}, of them {packed}"),
             ("slots and grammars", _gib(self.state_bytes)),
             ("program temp", _gib(self.temp_bytes)),
             *(

@@ -53,10 +53,8 @@ def pack_rows(levels_NC: jax.Array, steps_NG: jax.Array) -> jax.Array:
     return jnp.pad(row, ((0, 0), (0, row_size(num_columns) - row.shape[1])))
 
 
-def take_rows(table: jax.Array | Int4Table, index_N: jax.Array) -> jax.Array:
-    """Return rows of a table, int4 or not, as float32 [N, C]."""
-    if not isinstance(table, Int4Table):
-        return table[index_N].astype(jnp.float32)
+def take_int4_rows(table: Int4Table, index_N: jax.Array) -> jax.Array:
+    """Return level times step, float32 [N, C]."""
     num_columns = table.num_columns
     rows_NW = table.rows_VW[index_N]
     num_words = num_columns // PER_WORD

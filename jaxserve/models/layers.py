@@ -19,6 +19,8 @@ from jaxserve.kernels.int4_matmul import (
 )
 from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.models.config import RopeConfig
+from jaxserve.models.int4_table import Int4Table, take_int4_rows
+from jaxserve.models.int8_table import Int8Table, take_int8_rows
 from jaxserve.models.params import Matrix
 
 ROW_MULTIPLE = 8
@@ -83,13 +85,25 @@ def add_linear(
     return stream_NO + norm(linear(w_OI, x_NI), norm_O, eps)
 
 
-def linear_transposed(w_OI: jax.Array, x_NI: jax.Array) -> jax.Array:
+def linear_transposed(w_OI: jax.Array | Int8Table, x_NI: jax.Array) -> jax.Array:
     """Return W·xᵀ as float32 [O, N], for few rows."""
+    if isinstance(w_OI, Int8Table):
+        levels_ON = linear_transposed(w_OI.levels_VD.astype(w_OI.dtype), x_NI)
+        return levels_ON * w_OI.scale_V[:, None]
     x_NI, num_rows = pad_rows(x_NI), x_NI.shape[0]
     y_ON = lax.dot_general(
         w_OI, x_NI.astype(w_OI.dtype), _CONTRACT_LAST, preferred_element_type=jnp.float32
     )
     return y_ON[:, :num_rows]
+
+
+def take_rows(table: jax.Array | Int4Table | Int8Table, index_N: jax.Array) -> jax.Array:
+    """Return rows of a table as float32 [N, columns]."""
+    if isinstance(table, Int4Table):
+        return take_int4_rows(table, index_N)
+    if isinstance(table, Int8Table):
+        return take_int8_rows(table, index_N)
+    return table[index_N].astype(jnp.float32)
 
 
 def pad_rows(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax
 
 from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.models.int4_table import Int4Table
+from jaxserve.models.int8_table import Int8Table
 
 Matrix = jax.Array | Int4Matrix
 """A linear's weight [O, I], in the compute dtype or int4."""
@@ -46,7 +47,7 @@ class Params:
     """All weights.
 
     Attributes:
-        embed_VD: embedding and head (tied), compute dtype.
+        embed_VD: embedding and head (tied), compute dtype or int8.
         norms_LND: float32 [L, 5, D]: input, post-attention, pre-feedforward, post-feedforward,
             post-per-layer-input (ones where the model has none), as plain factors (a family's 1 + w
             is already added).
@@ -59,7 +60,7 @@ class Params:
         ple_norm_P: float32 [P], or None.
     """
 
-    embed_VD: jax.Array
+    embed_VD: jax.Array | Int8Table
     norms_LND: jax.Array
     head_norms_L2E: jax.Array
     layer_scalar_L: jax.Array

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxserve.kernels.int4_matrix import Int4Matrix, packed_shapes
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.int4_table import Int4Table, row_size
+from jaxserve.models.int8_table import Int8Table
 from jaxserve.models.params import LayerParams, Params
 
 NORMS = (
@@ -30,7 +31,11 @@ NORMS = (
 
 Use = Literal["embedding", "linear", "ple_table", "vector"]
 """What a leaf is: token embeddings and head, a layer's or the per-layer inputs' product, the table
-of per-layer embeddings, small vectors. Linears and that table may be int4."""
+of per-layer embeddings, small vectors."""
+
+PackedForm = Literal["int4", "int8"]
+PACKED_FORMS: dict[Use, PackedForm] = {"linear": "int4", "ple_table": "int4", "embedding": "int8"}
+"""What leaves of a use are where they are packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +93,12 @@ class ParamSpec:
     offset: float = 0.0
 
     def dtype(self, compute_dtype: DTypeLike) -> np.dtype[Any]:
-        """Return the dtype of the leaf, if not int4, in a model that computes in this one."""
+        """Return the dtype of the leaf, if not packed, in a model that computes in this one."""
         return np.dtype(np.float32 if self.use == "vector" else compute_dtype)
 
-    def abstract(self, compute_dtype: DTypeLike, *, is_int4: bool) -> Any:
+    def abstract(self, compute_dtype: DTypeLike, *, is_packed: bool) -> Any:
         """Return the leaf with jax.ShapeDtypeStruct for arrays."""
-        if not is_int4:
+        if not is_packed:
             return _abstract(self.shape, self.dtype(compute_dtype))
         if self.use == "linear":
             words, steps = packed_shapes((self.shape[0], self.shape[1]))
@@ -102,13 +107,19 @@ class ParamSpec:
                 steps_GO=_abstract(steps, jnp.bfloat16),
                 shape=(self.shape[0], self.shape[1]),
             )
+        if self.use == "embedding":
+            return Int8Table(
+                levels_VD=_abstract(self.shape, np.int8),
+                scale_V=_abstract(self.shape[:1], np.float32),
+                dtype=self.dtype(compute_dtype),
+            )
         size = row_size(self.shape[1])
         rows = _abstract((self.shape[0], size), np.int32)
         return Int4Table(rows_VW=rows, num_columns=self.shape[1])
 
-    def num_bytes(self, compute_dtype: DTypeLike, *, is_int4: bool) -> int:
+    def num_bytes(self, compute_dtype: DTypeLike, *, is_packed: bool) -> int:
         """Return the size of the leaf in a model that computes in `compute_dtype`."""
-        leaves = jax.tree.leaves(self.abstract(compute_dtype, is_int4=is_int4))
+        leaves = jax.tree.leaves(self.abstract(compute_dtype, is_packed=is_packed))
         return sum(int(np.prod(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -128,12 +139,12 @@ def build_params(specs: Iterable[ParamSpec], make: Callable[[ParamSpec], Any]) -
 
 
 def abstract_params(
-    config: ModelConfig, dtype: DTypeLike, int4_uses: Collection[Use] = ()
+    config: ModelConfig, dtype: DTypeLike, packed_uses: Collection[Use] = ()
 ) -> Params:
-    """Return the weights as jax.ShapeDtypeStruct leaves, those of some uses int4."""
+    """Return the weights as jax.ShapeDtypeStruct leaves, those of some uses packed."""
 
     def make(spec: ParamSpec) -> Any:
-        return spec.abstract(dtype, is_int4=spec.use in int4_uses)
+        return spec.abstract(dtype, is_packed=spec.use in packed_uses)
 
     return build_params(param_specs(config), make)
 

@@ -23,7 +23,6 @@ from jaxserve.models.attention import (
     write_pages,
 )
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
-from jaxserve.models.int4_table import take_rows
 from jaxserve.models.kv_cache import KVCache, Pages
 from jaxserve.models.layers import (
     add_linear,
@@ -38,6 +37,7 @@ from jaxserve.models.layers import (
     pad_rows,
     rms,
     rope_tables,
+    take_rows,
 )
 from jaxserve.models.params import LayerParams, Params
 
@@ -61,7 +61,7 @@ class Stream:
 def embed(params: Params, config: ModelConfig, ids_N: jax.Array) -> jax.Array:
     """Return scaled embeddings, float32 [N, D]; the scale is √D as the weights' dtype rounds it."""
     scale = jnp.sqrt(jnp.float32(config.model_dim)).astype(params.embed_VD.dtype)
-    return params.embed_VD[ids_N].astype(jnp.float32) * scale.astype(jnp.float32)
+    return take_rows(params.embed_VD, ids_N) * scale.astype(jnp.float32)
 
 
 def per_layer_inputs(

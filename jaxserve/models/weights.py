@@ -1,11 +1,11 @@
 """Checkpoint folders: from safetensors to Params.
 
 One leaf at a time, the largest first, so that the host holds the weights and little more than the
-largest tensor. It chooses which leaves stay int4. Runs before the engine starts.
+largest tensor. It chooses which leaves are packed. Runs before the engine starts.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,9 +21,19 @@ from jaxserve.kernels.int4_matrix import GROUP, Int4Matrix, pack
 from jaxserve.models.checkpoint import Checkpoint, OpenSources
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.int4_table import Int4Table, pack_rows
+from jaxserve.models.int8_table import Int8Table, round_rows
 from jaxserve.models.params import Params
 from jaxserve.models.quantization import fit_grid, stored_levels
-from jaxserve.models.specs import ParamSpec, Source, Use, build_params, param_specs, place
+from jaxserve.models.specs import (
+    PACKED_FORMS,
+    PackedForm,
+    ParamSpec,
+    Source,
+    Use,
+    build_params,
+    param_specs,
+    place,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +41,8 @@ Int4 = Literal["never", "if_stored", "always"]
 """Which leaves stay int4: those that the checkpoint holds so, packed or as values on a grid, or
 all. Linears that are not so stored cannot be; a table is rounded."""
 
-_FIT_VALUES = 1 << 25
-"""Values that are fitted to their grid at a time: 128 MiB in float32."""
+_BLOCK_VALUES = 1 << 25
+"""Values that are packed at a time: 128 MiB in float32."""
 
 _PROBE_ROWS = 64
 
@@ -42,24 +52,29 @@ class LoadedParams:
     """A checkpoint's weights, in memory or as shapes.
 
     Attributes:
-        int4_uses: what is int4.
+        packed_uses: what is packed, as PACKED_FORMS has it.
         unused: names of text tensors that nothing reads, sorted.
         num_bytes: size of all weights in these forms.
-        int4_bytes: of them those of int4 leaves.
+        packed_bytes: of them those of packed leaves, by their form.
     """
 
     params: Params
-    int4_uses: frozenset[Use]
+    packed_uses: frozenset[Use]
     unused: tuple[str, ...]
     num_bytes: int
-    int4_bytes: int
+    packed_bytes: Mapping[PackedForm, int]
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """Each packed use and its form, such as "linear int4", sorted."""
+        return tuple(f"{use} {PACKED_FORMS[use]}" for use in sorted(self.packed_uses))
 
 
 class CheckpointParams:
     """The weights of a folder in the forms that were chosen for them: to be loaded, or as shapes.
 
     Opening it reads headers, and of checkpoints whose int4 is not packed some rows; what does not
-    fit the config raises ModelLoadError. Matrices are of `dtype` or int4.
+    fit the config raises ModelLoadError. Matrices are of `dtype`, unless they are packed.
     """
 
     def __init__(
@@ -70,16 +85,19 @@ class CheckpointParams:
         *,
         linears: Int4 = "never",
         ple_table: Int4 = "never",
+        int8_embedding: bool = False,
     ) -> None:
         self._checkpoint, self._config, self._dtype = Checkpoint(folder), config, dtype
         self._specs = param_specs(config)
         self._checkpoint.check(self._specs)
         self._uses = _choose_int4(self._checkpoint, self._specs, linears, ple_table)
-        self._is_int4 = {
-            spec.path: _stays_int4(self._checkpoint, spec, self._uses) for spec in self._specs
+        if int8_embedding:
+            self._uses |= {"embedding"}
+        self._is_packed = {
+            spec.path: _is_packed(self._checkpoint, spec, self._uses) for spec in self._specs
         }
         self._size = {
-            spec.path: spec.num_bytes(dtype, is_int4=self._is_int4[spec.path])
+            spec.path: spec.num_bytes(dtype, is_packed=self._is_packed[spec.path])
             for spec in self._specs
         }
 
@@ -99,13 +117,15 @@ class CheckpointParams:
     def describe(self) -> LoadedParams:
         """Return them with jax.ShapeDtypeStruct for arrays."""
         return self._params(
-            lambda spec: spec.abstract(self._dtype, is_int4=self._is_int4[spec.path])
+            lambda spec: spec.abstract(self._dtype, is_packed=self._is_packed[spec.path])
         )
 
     def _leaf(self, spec: ParamSpec) -> Any:
         with self._checkpoint.open(spec.sources) as stored:
-            if not self._is_int4[spec.path]:
+            if not self._is_packed[spec.path]:
                 return _dense(spec, self._dtype, stored)
+            if spec.use == "embedding":
+                return _int8_table(spec, self._dtype, stored)
             if spec.use == "linear":
                 return _int4_matrix(self._checkpoint, spec, stored)
             return _int4_table(spec, stored)
@@ -118,12 +138,16 @@ class CheckpointParams:
             logger.warning(
                 "%d unused tensors in the checkpoint, such as %s", len(unused), unused[0]
             )
+        packed_bytes: dict[PackedForm, int] = dict.fromkeys(PACKED_FORMS.values(), 0)
+        for spec in self._specs:
+            if self._is_packed[spec.path]:
+                packed_bytes[PACKED_FORMS[spec.use]] += size[spec.path]
         return LoadedParams(
             params=params,
-            int4_uses=self._uses,
+            packed_uses=self._uses,
             unused=unused,
             num_bytes=sum(size.values()),
-            int4_bytes=sum(size[path] for path, is_packed in self._is_int4.items() if is_packed),
+            packed_bytes=packed_bytes,
         )
 
 
@@ -135,9 +159,17 @@ def load_params(
     progress: Callable[[int, int], None],
     linears: Int4 = "never",
     ple_table: Int4 = "never",
+    int8_embedding: bool = False,
 ) -> LoadedParams:
     """Load the folder's weights, as CheckpointParams does."""
-    source = CheckpointParams(folder, config, dtype, linears=linears, ple_table=ple_table)
+    source = CheckpointParams(
+        folder,
+        config,
+        dtype,
+        linears=linears,
+        ple_table=ple_table,
+        int8_embedding=int8_embedding,
+    )
     return source.load(progress)
 
 
@@ -168,12 +200,12 @@ def _is_stored_int4(checkpoint: Checkpoint, sources: list[Source]) -> bool:
     return bool(fit_grid(jnp.asarray(rows)).fits_RG.all())
 
 
-def _stays_int4(checkpoint: Checkpoint, spec: ParamSpec, uses: frozenset[Use]) -> bool:
-    """Say whether a leaf is int4; one of which a packed checkpoint leaves a part dense is not."""
+def _is_packed(checkpoint: Checkpoint, spec: ParamSpec, uses: frozenset[Use]) -> bool:
+    """Say whether a leaf is; a linear of which a packed checkpoint leaves a part dense is not."""
     if spec.use not in uses:
         return False
     num_packed = sum(checkpoint.is_packed(source) for source in spec.sources)
-    return spec.use == "ple_table" or num_packed in (0, len(spec.sources))
+    return spec.use != "linear" or num_packed in (0, len(spec.sources))
 
 
 def _dense(spec: ParamSpec, dtype: DTypeLike, stored: OpenSources) -> jax.Array:
@@ -222,7 +254,7 @@ def _int4_table(spec: ParamSpec, stored: OpenSources) -> Int4Table:
     """Pack a table; groups on no grid are rounded to one, and counted in the log."""
     (source,) = spec.sources
     num_misfits = 0
-    leaf = spec.abstract(np.float32, is_int4=True)
+    leaf = spec.abstract(np.float32, is_packed=True)
 
     def fill(source: Source, part: npt.NDArray[Any]) -> None:
         nonlocal num_misfits
@@ -237,10 +269,29 @@ def _int4_table(spec: ParamSpec, stored: OpenSources) -> Int4Table:
     return Int4Table(rows_VW=table, num_columns=leaf.num_columns)
 
 
+def _int8_table(spec: ParamSpec, dtype: DTypeLike, stored: OpenSources) -> Int8Table:
+    """Round a table to int8, row by row."""
+    leaf = spec.abstract(dtype, is_packed=True)
+    scale_V = np.empty(leaf.scale_V.shape, leaf.scale_V.dtype)
+
+    def fill(source: Source, part: npt.NDArray[Any]) -> None:
+        for start, rows in _blocks(source, stored):
+            stop = start + len(rows)
+            part[start:stop], scale_V[start:stop] = round_rows(rows)
+
+    levels_VD = place(leaf.levels_VD.shape, leaf.levels_VD.dtype, spec, fill)
+    return Int8Table(levels_VD=levels_VD, scale_V=jax.device_put(scale_V), dtype=leaf.dtype)
+
+
 def _fitted(source: Source, stored: OpenSources) -> Iterator[tuple[int, Any]]:
-    """Fit a source to its grid, by blocks of rows of few shapes; yields their first row as well."""
-    num_rows, num_columns = source.shape
-    step = max(1, _FIT_VALUES // num_columns)
-    for start in range(0, num_rows, step):
-        rows = stored.rows(source, start, min(start + step, num_rows))
+    """Fit a source to its grid, by blocks of rows; yields their first row as well."""
+    for start, rows in _blocks(source, stored):
         yield start, fit_grid(jnp.asarray(rows))
+
+
+def _blocks(source: Source, stored: OpenSources) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Read a source by blocks of rows of few shapes; yields their first row as well."""
+    num_rows, num_columns = source.shape
+    step = max(1, _BLOCK_VALUES // num_columns)
+    for start in range(0, num_rows, step):
+        yield start, stored.rows(source, start, min(start + step, num_rows))

@@ -16,6 +16,8 @@ from jaxserve.device.runner import ModelRunner, Program, lowerings
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.int8_table import pack_table
+from jaxserve.models.layers import take_rows
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import random_params
@@ -75,12 +77,18 @@ def make_tiny_model(
     kind: Kind,
     *,
     plan: DevicePlan = PLAN,
+    int8_head: bool = False,
     options: dict[str, str | bool | int] | None = OPTIONS,
 ) -> TinyModel:
     """Compile all programs of a plan for random weights of its dtype."""
     write_json_files(folder, config_json(kind))
     config = load_config(folder)
     params = random_params(config, jnp.dtype(plan.dtype), seed=3)
+    tensors = named_tensors(params, config)
+    if int8_head:
+        table = pack_table(jnp.asarray(params.embed_VD))
+        params = replace(params, embed_VD=table)
+        tensors["embed_tokens.weight"] = np.asarray(take_rows(table, jnp.arange(config.vocab_size)))
     lower = lowerings(plan, config, params)
     with ThreadPoolExecutor() as pool:
         made = pool.map(lambda make: make().compile(options), lower.values())
@@ -88,7 +96,7 @@ def make_tiny_model(
     return TinyModel(
         config=config,
         params=params,
-        tensors=named_tensors(params, config),
+        tensors=tensors,
         plan=plan,
         compiled=compiled,
         runner=ModelRunner(params, config, plan, compiled),

@@ -49,6 +49,7 @@ def test_every_setting_has_a_flag_of_its_type(serve: FakeServe) -> None:
         "dtype": "bfloat16",
         "weights": "int4",
         "ple_dtype": "bf16",
+        "head_dtype": "int8",
         "kv_dtype": "int8",
         "attention": "xla",
         "max_model_len": 100,

@@ -65,7 +65,18 @@ def test_what_differs_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture)
     assert difference(tmp_path, other, caplog).split("; ")[:3] == [
         "--weights is 'int4', the bundle's is 'auto'",
         "--max-batch is '4', the bundle's is '2'",
-        "int4 is 'linear', the bundle's is 'nothing'",
+        "what is packed is 'linear int4', the bundle's is 'nothing'",
+    ]
+
+
+def test_an_int8_head_has_programs_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_bundle(tmp_path, identity_of(), SIZES, {})
+    other = identity_of(replace(OPTIONS, head_dtype="int8"))
+    assert difference(tmp_path, other, caplog).split("; ")[:2] == [
+        "--head-dtype is 'int8', the bundle's is 'auto'",
+        "what is packed is 'embedding int8', the bundle's is 'nothing'",
     ]
 
 

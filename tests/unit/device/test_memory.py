@@ -31,7 +31,7 @@ def budget(
     return MemoryBudget(
         limit_bytes=limit_bytes,
         weight_bytes=3 * GIB,
-        int4_bytes=GIB,
+        packed_bytes={"int4": GIB, "int8": GIB // 2},
         state_bytes=0,
         temp_bytes=GIB,
         kv_bytes=kv_bytes,
@@ -64,7 +64,9 @@ def test_more_than_the_device_has_is_refused_with_the_table() -> None:
 
     with pytest.raises(ConfigError, match="exceed the device") as refusal:
         budget(limit_bytes=4 * GIB + 10_499).check(PAGE_SIZE)
-    assert "weights                 3.00 GiB, of them int4 1.00 GiB" in str(refusal.value)
+    assert "weights                 3.00 GiB, of them int4 1.00 GiB, int8 0.50 GiB" in str(
+        refusal.value
+    )
 
 
 def test_the_table_names_every_share() -> None:
@@ -129,7 +131,7 @@ def test_a_chip_of_32_gb_holds_the_tokens_that_are_promised_for_e2b(
     made = MemoryBudget(
         limit_bytes=limit_bytes,
         weight_bytes=weight_bytes,
-        int4_bytes=0,
+        packed_bytes={},
         state_bytes=state_bytes,
         temp_bytes=temp_bytes,
         kv_bytes=limit_bytes - weight_bytes - state_bytes - temp_bytes,

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.device.evaluate import prompt_logits
 from jaxserve.errors import ModelLoadError
 from jaxserve.kernels.int4_matrix import Int4Matrix, unpack
-from jaxserve.models.int4_table import Int4Table, take_rows
+from jaxserve.models.int4_table import Int4Table, take_int4_rows
 from jaxserve.models.registry import load_config
 from jaxserve.models.specs import abstract_params
 from jaxserve.models.weights import CheckpointParams, Int4, LoadedParams
@@ -39,7 +39,7 @@ def dense(leaf: Any) -> Array:
     if isinstance(leaf, Int4Matrix):
         return np.asarray(unpack(leaf), np.float32).T
     if isinstance(leaf, Int4Table):
-        return np.asarray(take_rows(leaf, jnp.arange(len(leaf.rows_VW))))
+        return np.asarray(take_int4_rows(leaf, jnp.arange(len(leaf.rows_VW))))
     return np.asarray(leaf, np.float32)
 
 
@@ -51,7 +51,7 @@ def leaves(loaded: LoadedParams) -> list[Any]:
 
 def test_a_packed_checkpoint_stays_packed_bit_for_bit() -> None:
     loaded = load(W4A16, "if_stored")
-    assert loaded.int4_uses == {"linear"}
+    assert loaded.packed_uses == {"linear"}
     assert sum(isinstance(leaf, Int4Matrix) for leaf in leaves(loaded)) == 5 * 6 + 1
     for leaf, expected in zip(leaves(loaded), leaves(load(W4A16)), strict=True):
         np.testing.assert_array_equal(dense(leaf), dense(expected))
@@ -59,7 +59,7 @@ def test_a_packed_checkpoint_stays_packed_bit_for_bit() -> None:
 
 def test_values_on_a_grid_are_packed_at_load() -> None:
     loaded = load(Q4_0, "if_stored", "if_stored")
-    assert loaded.int4_uses == {"linear", "ple_table"}
+    assert loaded.packed_uses == {"linear", "ple_table"}
     for leaf, expected in zip(leaves(loaded), leaves(load(Q4_0)), strict=True):
         error = np.abs(dense(leaf) - dense(expected))
         # Half a digit of the step, of the product and of the stored value.
@@ -79,8 +79,8 @@ def test_logits_are_those_of_the_unpacked_weights() -> None:
 def test_the_size_is_that_of_the_arrays_and_of_the_abstract_ones() -> None:
     loaded = load(Q4_0, "always", "always")
     assert loaded.num_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(loaded.params))
-    assert 0 < loaded.int4_bytes < loaded.num_bytes
-    abstract = abstract_params(load_config(Q4_0), jnp.bfloat16, loaded.int4_uses)
+    assert 0 < loaded.packed_bytes["int4"] < loaded.num_bytes
+    abstract = abstract_params(load_config(Q4_0), jnp.bfloat16, loaded.packed_uses)
     structure: Any = jax.tree.structure(abstract)
     assert structure == jax.tree.structure(loaded.params)
     sizes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(loaded.params)]
@@ -89,7 +89,7 @@ def test_the_size_is_that_of_the_arrays_and_of_the_abstract_ones() -> None:
 
 def test_a_checkpoint_that_is_not_int4_is_left_or_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "e2b")
-    assert load(folder, "if_stored", "if_stored").int4_uses == frozenset()
+    assert load(folder, "if_stored", "if_stored").packed_uses == frozenset()
     with pytest.raises(ModelLoadError, match=r"is not int4: \d+ of its \d+ groups of 32"):
         load(folder, "always")
 
@@ -99,7 +99,7 @@ def test_a_table_is_rounded_if_asked_for(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         loaded = load(folder, "never", "always")
     assert "embed_tokens_per_layer.weight was rounded to int4" in caplog.text
-    assert loaded.int4_uses == {"ple_table"}
+    assert loaded.packed_uses == {"ple_table"}
     x = dense(load(folder).params.ple_embed)
     assert np.linalg.norm(dense(loaded.params.ple_embed) - x) < 0.1 * np.linalg.norm(x)
 

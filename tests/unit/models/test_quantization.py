@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from jaxserve.models.int4_table import Int4Table, pack_rows, row_size, take_rows
+from jaxserve.models.int4_table import Int4Table, pack_rows, row_size, take_int4_rows
 from jaxserve.models.quantization import fit_grid, stored_shapes, unpack_int4
 
 GROUP = 32
@@ -117,5 +117,7 @@ def test_a_table_gives_its_rows_back(num_columns: int) -> None:
     steps = rng.standard_normal((10, num_columns // GROUP)).astype(ml_dtypes.bfloat16)
     rows_VW = pack_rows(jnp.asarray(levels), jnp.asarray(steps))
     assert rows_VW.shape == (10, row_size(num_columns))
-    taken = take_rows(Int4Table(rows_VW=rows_VW, num_columns=num_columns), jnp.array([7, 0, 7]))
+    taken = take_int4_rows(
+        Int4Table(rows_VW=rows_VW, num_columns=num_columns), jnp.array([7, 0, 7])
+    )
     np.testing.assert_array_equal(taken, restored(levels, steps)[[7, 0, 7]])

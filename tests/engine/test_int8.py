@@ -1,4 +1,7 @@
-"""int8 keys and values through runner and engine: a request's tokens are its own here too."""
+"""int8 keys and values, and an int8 head, through runner and engine.
+
+A request's tokens are its own here too.
+"""
 
 from dataclasses import replace
 
@@ -29,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """Layers that share a cache and layers that own one, two programs."""
     few = replace(PLAN, row_buckets=(8,), extend_buckets=PLAN.extend_buckets[1:])
     folder = tmp_path_factory.mktemp("int8")
-    return make_tiny_model(folder, "e2b", plan=replace(few, kv_dtype="int8"))
+    return make_tiny_model(folder, "e2b", plan=replace(few, kv_dtype="int8"), int8_head=True)
 
 
 def test_sequences_of_many_lengths_follow_an_oracle_that_rounds_alike(model: TinyModel) -> None:
