@@ -102,7 +102,8 @@ def take_rows(table: jax.Array | Int4Table | Int8Table, index_N: jax.Array) -> j
     if isinstance(table, Int4Table):
         return take_int4_rows(table, index_N)
     if isinstance(table, Int8Table):
-        return take_int8_rows(table, index_N)
+        # A single row is sliced out by the TPU's compiler, which copies the whole table for it.
+        return take_int8_rows(table, pad_rows(index_N))[: len(index_N)]
     return table[index_N].astype(jnp.float32)
 
 

@@ -61,8 +61,8 @@ def test_matrices_are_covered_by_their_sources(kind: Kind, tmp_path: Path) -> No
 def test_a_seed_repeats(tmp_path: Path) -> None:
     config = tiny_config(tmp_path, "gemma3")
     one, same, other = (random_params(config, jnp.float32, seed) for seed in (1, 1, 2))
-    np.testing.assert_array_equal(one.embed_VD, same.embed_VD)
-    assert not np.array_equal(one.embed_VD, other.embed_VD)
+    np.testing.assert_array_equal(one.norms_LND, same.norms_LND)
+    assert not np.array_equal(one.norms_LND, other.norms_LND)
 
 
 def test_what_a_model_lacks_is_neutral(tmp_path: Path) -> None:

@@ -76,7 +76,9 @@ def test_matrices_are_cast_and_small_vectors_stay_float32(tmp_path: Path) -> Non
     assert wide.embed_VD.dtype == jnp.float32
     assert narrow.embed_VD.dtype == jnp.asarray(narrow.layers[0].qkv_OD).dtype == jnp.bfloat16
     assert narrow.norms_LND.dtype == narrow.layer_scalar_L.dtype == jnp.float32
-    np.testing.assert_array_equal(wide.embed_VD, narrow.embed_VD.astype(jnp.float32))
+    np.testing.assert_array_equal(
+        jnp.asarray(wide.embed_VD), jnp.asarray(narrow.embed_VD, jnp.float32)
+    )
 
 
 def test_gemma3_norms_are_stored_less_one(tmp_path: Path) -> None:
