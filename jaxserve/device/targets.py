@@ -15,7 +15,7 @@ V6E_BYTES = int(31.25 * (1 << 30))
 """What a v6e's runtime offers, by libtpu's compiler."""
 
 COMPILED_FOR_BYTES = 31 << 30
-"""Of these: a pool that exceeds what the chip's runtime leaves would be of no use there."""
+"""What programs are compiled for: V6E_BYTES less what a chip's runtime may keep for itself."""
 
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """For libtpu where no chip is to be opened: it looks for no metadata server, and takes no lock."""

@@ -8,6 +8,7 @@ backend copies otherwise.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -137,12 +138,10 @@ def attend(
     the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
     of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
     whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
-    Full-attention layers take the blocks of one run as one row, which reads each key once and
-    rounds alike.
+    Full-attention layers take the blocks of one run as one row, which reads each key once and, on
+    a CPU, rounds alike.
     """
-
-    def attend_to(q_RTHE: jax.Array, rows: PagedRows) -> jax.Array:
-        return _attend(q_RTHE, pages, rows, window, chunk_pages, dtype)
+    attend_to = partial(_attend, pages=pages, window=window, chunk_pages=chunk_pages, dtype=dtype)
 
     def attend_as_one() -> jax.Array:
         q_1NHE = q_RTHE.reshape(1, -1, *q_RTHE.shape[2:])
@@ -156,8 +155,9 @@ def attend(
 
 def _attend(
     q_RTHE: jax.Array,
-    pages: Pages,
     rows: PagedRows,
+    *,
+    pages: Pages,
     window: int | None,
     chunk_pages: int,
     dtype: DTypeLike,

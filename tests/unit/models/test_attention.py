@@ -7,18 +7,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.typing import DTypeLike
 
 from jaxserve.models.attention import PagedRows, attend
-from jaxserve.models.kv_cache import FloatPages
+from jaxserve.models.kv_cache import FloatPages, Int8Pages, Pages
 
 NUM_PAGES, PAGE, HEAD_DIM, WINDOW, CHUNK_PAGES = 24, 32, 64, 100, 4
 TABLE = 20
 
 
-def pages(rng: np.random.Generator) -> FloatPages:
-    shape = (NUM_PAGES, PAGE, HEAD_DIM)
+def pages(rng: np.random.Generator, num_kv_heads: int = 1) -> FloatPages:
+    shape = (NUM_PAGES, PAGE, num_kv_heads * HEAD_DIM)
     k_PZX, v_PZX = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2))
     return FloatPages(k_PZX=k_PZX, v_PZX=v_PZX)
+
+
+def int8_pages(rng: np.random.Generator) -> Int8Pages:
+    words_PZX = rng.integers(-(1 << 15), 1 << 15, (NUM_PAGES, PAGE, HEAD_DIM))
+    scale_PJ = rng.uniform(0.01, 0.02, (NUM_PAGES, 128))
+    return Int8Pages(
+        kv_PZX=jnp.asarray(words_PZX, jnp.int16), scale_PJ=jnp.asarray(scale_PJ, jnp.float32)
+    )
 
 
 def rows_of(start_R: np.ndarray, block: int, table_RM: np.ndarray) -> PagedRows:
@@ -33,8 +42,14 @@ def rows_of(start_R: np.ndarray, block: int, table_RM: np.ndarray) -> PagedRows:
     )
 
 
-def run(q_RTHE: np.ndarray, cache: FloatPages, rows: PagedRows, window: int | None) -> np.ndarray:
-    attention = partial(attend, window=window, chunk_pages=CHUNK_PAGES, dtype=jnp.bfloat16)
+def run(
+    q_RTHE: np.ndarray,
+    cache: Pages,
+    rows: PagedRows,
+    window: int | None,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> np.ndarray:
+    attention = partial(attend, window=window, chunk_pages=CHUNK_PAGES, dtype=dtype)
     return np.asarray(jax.jit(attention)(jnp.asarray(q_RTHE, jnp.float32), cache, rows))
 
 
@@ -57,9 +72,19 @@ def test_a_row_has_the_same_bits_alone_and_in_company(
     np.testing.assert_array_equal(run(q_RTHE[:num_rows], cache, some, window), together[:num_rows])
 
 
-@pytest.mark.parametrize("block", [16, 32])
-@pytest.mark.parametrize("start", [0, 300])
-def test_blocks_of_one_run_have_the_bits_that_they_have_apart(block: int, start: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "block", "start"),
+    [
+        ("float", jnp.bfloat16, 16, 300),
+        ("float", jnp.bfloat16, 32, 0),
+        ("float", jnp.float32, 32, 300),
+        ("two heads", jnp.bfloat16, 32, 300),
+        ("int8", jnp.bfloat16, 16, 300),
+    ],
+)
+def test_blocks_of_one_run_have_the_bits_that_they_have_apart(
+    kind: str, dtype: DTypeLike, block: int, start: int
+) -> None:
     rng = np.random.default_rng(1)
     num_rows, num_empty = 8, 2
     num_tokens = (num_rows - num_empty) * block - 5
@@ -67,13 +92,13 @@ def test_blocks_of_one_run_have_the_bits_that_they_have_apart(block: int, start:
     offset_R = np.arange(num_rows) * block
     # The runner leaves empty blocks where a sequence begins.
     start_R = np.where(offset_R < num_tokens, start + offset_R, 0)
-    cache = pages(rng)
+    cache = int8_pages(rng) if kind == "int8" else pages(rng, 2 if kind == "two heads" else 1)
     rows = rows_of(start_R, block, np.tile(rng.integers(1, NUM_PAGES, TABLE), (num_rows, 1)))
     num_valid_R = np.clip(num_tokens - offset_R, 0, block)
     rows = replace(rows, num_valid_R=jnp.asarray(num_valid_R, jnp.int32))
 
-    apart = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), None)
-    as_one = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), None)
+    apart = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), None, dtype)
+    as_one = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), None, dtype)
 
     kept = slice(0, num_tokens)
     flat_shape = (num_rows * block, 4, HEAD_DIM)
