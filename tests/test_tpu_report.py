@@ -151,6 +151,14 @@ def test_what_a_branch_skips_runs_once_in_an_innermost_loop(skipped: str, runs: 
     assert read_bundles(text) == (144, 144 * 5 + runs * skipped.count("\n"))
 
 
+def test_a_kernel_that_multiplies_nothing_has_another_usual_operation() -> None:
+    branch = "  0x7f   : > { %2 = sbr.rel (%p1) target = $region60 }\n"
+    end = "  0x90 PF: > { %3 = vnop } /* Start/End empty region 60 :: Start region 61 */\n"
+    skipped = "  0x80   : > { %1 = vrsqrt.f32 0 }\n" * 100
+    text = BUNDLES.replace("  0x73 PF", branch + skipped + end + "  0x73 PF")
+    assert read_bundles(text, usual="vrsqrt") == (144, 144 * 105)
+
+
 def test_a_grid_of_one_step_is_no_loop() -> None:
     assert read_bundles(BUNDLES.replace(": > {", ":  {")) == (1, 5)
 

@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare
-from jaxserve.kernels.constants import LANES, MAX_LEVEL, SCRATCH_PAGE
+from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare, to_levels
+from jaxserve.kernels.constants import LANES, SCRATCH_PAGE
 from jaxserve.kernels.int4_kernels import rms_norm
 from jaxserve.kernels.page_reader import (
     FIRST_PAGE,
@@ -278,12 +278,11 @@ class _Writer:
             self._new[0, :, columns], self._new[1, :, columns] = k_NE, v_NE
             return
         words = []
-        for i, x_NE in enumerate((k_NE, v_NE)):  # as models/kv_cache.py makes levels and words
-            largest_N1 = jnp.abs(x_NE).max(axis=-1, keepdims=True)
-            per_unit_N1 = jnp.where(largest_N1 > 0, MAX_LEVEL / largest_N1, 0.0)
-            words.append(jnp.round(x_NE * per_unit_N1).astype(jnp.int32))
+        for i, x_NE in enumerate((k_NE, v_NE)):
+            levels_NE, scale_N1 = to_levels(x_NE)
+            words.append(levels_NE)
             part = i * self._layer.num_kv_heads + head
-            self._scales[part] = jnp.broadcast_to(largest_N1 / MAX_LEVEL, self._scales.shape[1:])
+            self._scales[part] = jnp.broadcast_to(scale_N1, self._scales.shape[1:])
         self._new[0, :, columns] = (words[0] & 0xFF) | (words[1] << 8)
 
     def write(self, chunk: Any, slot: Any) -> None:
