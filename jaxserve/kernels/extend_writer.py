@@ -223,7 +223,6 @@ class _Writer:
             own = jnp.where(is_own, placed[slot * page_size : (slot + 1) * page_size], 0.0)
             new_1J = own.sum(axis=0, keepdims=True)
             is_new = self._is_new(slot, lax.rem(lane[:1], page_size))
-            is_new &= lane[:1] < len(scales) * page_size
             old_1J = self._staged[1][self.row, slot]
             self._staged[1][self.row, slot] = jnp.where(is_new, new_1J, old_1J)
 

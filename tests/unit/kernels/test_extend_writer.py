@@ -42,9 +42,10 @@ def pages_of(rng: np.random.Generator, dtype: str, num_kv_heads: int) -> Pages:
     shape = (NUM_PAGES, PAGE, num_kv_heads * HEAD_DIM)
     if dtype == "int8":
         words = rng.integers(-127, 128, (2, *shape))
+        is_used_J = np.arange(128) < 2 * num_kv_heads * PAGE
         return Int8Pages(
             kv_PZX=jnp.asarray((words[0] & 0xFF) | (words[1] << 8), jnp.int16),
-            scale_PJ=jnp.abs(normal(rng, NUM_PAGES + -NUM_PAGES % 8, 128)),
+            scale_PJ=jnp.abs(normal(rng, NUM_PAGES + -NUM_PAGES % 8, 128)) * is_used_J,
         )
     return FloatPages(
         k_PZX=normal(rng, *shape).astype(dtype), v_PZX=normal(rng, *shape).astype(dtype)
