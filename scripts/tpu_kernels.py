@@ -56,10 +56,10 @@ def lower_int4(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered
         shape=(words[1], words[0] * 8),
     )
     function: Any = int4_kernels.matmul_kernel
-    operands = [array(shapes[0], jnp.bfloat16)]
+    operands = [array(shapes[0], DTYPES[kernel.dtypes[0]])]
     if name in NORMED:
         function = partial(NORMED[name], eps=EPS)
-        operands = [array(shapes[0], jnp.float32), array(shapes[1][1:], jnp.float32)]
+        operands.append(array(shapes[1][1:], jnp.float32))
     elif name == "int4_added_matmul":
         function = partial(int4_kernels.added_kernel, eps=EPS)
         operands += [array(shapes[3], jnp.float32), array(shapes[4][1:], jnp.float32)]

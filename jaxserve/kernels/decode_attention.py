@@ -54,7 +54,8 @@ def decode_attention(
 
     Args:
         qkv_NO: projected queries, and keys and values if the layer has any; float32.
-        head_norms_2E: factors of queries and keys.
+        head_norms_2E: factors of queries and keys, in the first E columns: to take those out would
+            be an operation of its own.
         rope: cosines and sines of each row's position, float32 [N, E/2].
         pages: as in extend_attention; a row writes its position's page, which no other row reads.
         table_RM: pages of positions [(first_page + m)·Z, (first_page + m + 1)·Z).

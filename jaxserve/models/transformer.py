@@ -120,7 +120,7 @@ def decoder_layer(
         qkv_NO = normed_linear(weights.qkv_OD, x_ND, input_norm, eps)
         out_NQ, pages = _attention(
             qkv_NO,
-            head_norms_2E[:, : layer.head_dim],
+            head_norms_2E,
             rope,
             pages,
             rows,
@@ -175,7 +175,7 @@ def _attention(
         return decode_by_kernel(
             qkv_NO, head_norms_2E, rope, pages, rows, kernel_layer, writes=writes
         )
-    q_norm_E, k_norm_E = head_norms_2E
+    q_norm_E, k_norm_E = head_norms_2E[:, : layer.head_dim]
     if chunk_pages is None:
         if writes:
             pages = write_by_kernel(qkv_NO, k_norm_E, rope, pages, rows, kernel_layer)
