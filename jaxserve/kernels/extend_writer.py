@@ -78,7 +78,10 @@ def write_blocks(
     is_continued_R = jnp.pad(is_continued_R.astype(jnp.int32), (1, 1))
     columns = (start_R - window_start_R, first_R, end_R)
     about_FR = jnp.stack([*(jnp.append(x, 0) for x in columns), is_continued_R])
-    return write_windows(qkv_NO, k_norm_E, rope, pages, page_RW, about_FR, layer=layer, block=block)
+    written: tuple[jax.Array, jax.Array] = write_windows(
+        qkv_NO, k_norm_E, rope, pages, page_RW, about_FR, layer=layer, block=block
+    )
+    return written
 
 
 @partial(jax.jit, static_argnames=("layer", "block"))
@@ -143,7 +146,7 @@ def _write(page_ref: Any, about_ref: Any, *refs: Any, layer: AttentionLayer, blo
     pl.when(writer.row > 0)(partial(writer.wait_written, writer.row - 1))
 
     @pl.when(writer.last_slot(writer.row) >= 0)
-    def _() -> None:
+    def put() -> None:
         *kv_refs, norm_ref, cos_ref, sin_ref = inputs
         keys, values = [], []
         for head in range(layer.num_kv_heads):
