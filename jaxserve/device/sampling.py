@@ -211,7 +211,8 @@ def _filter_candidates(
     floor_B = jnp.take_along_axis(top_BC, place_B[:, None], axis=1)[:, 0]
     top_BC = jnp.where(has_k_B[:, None] & (top_BC < floor_B[:, None]), 0.0, top_BC)
 
-    mass_B = top_BC.sum(axis=-1)
+    cumulative_BC = jnp.cumsum(top_BC, axis=-1)
+    mass_B = cumulative_BC[:, -1]
     needs_rest_B = (rows.temperature > 0) & (rows.top_p < 1) & ~has_k_B
 
     def with_rest() -> jax.Array:
@@ -219,7 +220,6 @@ def _filter_candidates(
         return jnp.where(needs_rest_B, all_B, mass_B)
 
     wanted_B = rows.top_p * lax.cond(jnp.any(needs_rest_B), with_rest, lambda: mass_B)
-    cumulative_BC = jnp.cumsum(top_BC, axis=-1)
     floor_B = _nucleus_floor(top_BC, cumulative_BC, wanted_B)
     top_BC = jnp.where((rows.top_p < 1)[:, None] & (top_BC < floor_B[:, None]), 0.0, top_BC)
     has_mass_B = has_k_B | (rows.top_p >= 1) | (cumulative_BC[:, -1] >= wanted_B)
