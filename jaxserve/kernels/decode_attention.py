@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare, to_levels
-from jaxserve.kernels.constants import LANES, SCRATCH_PAGE
+from jaxserve.kernels.constants import LANES
 from jaxserve.kernels.int4_kernels import rms_norm
 from jaxserve.kernels.page_reader import (
     FIRST_PAGE,
