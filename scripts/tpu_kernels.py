@@ -29,6 +29,7 @@ from jaxserve.kernels import int4_kernels
 from jaxserve.kernels.attention_layer import AttentionLayer
 from jaxserve.kernels.decode_attention import decode_attention
 from jaxserve.kernels.extend_attention import extend_attention
+from jaxserve.kernels.extend_writer import write_windows
 from jaxserve.kernels.int4_matrix import Int4Matrix
 from jaxserve.kernels.page_reader import chunk_pages
 from scripts.tpu_hlo import CLOCK_HZ, HBM_BYTES_PER_S, Kernel
@@ -55,10 +56,10 @@ def lower_int4(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered
         shape=(words[1], words[0] * 8),
     )
     function: Any = int4_kernels.matmul_kernel
-    operands = [array(shapes[0], jnp.bfloat16)]
+    operands = [array(shapes[0], DTYPES[kernel.dtypes[0]])]
     if name in NORMED:
         function = partial(NORMED[name], eps=EPS)
-        operands = [array(shapes[0], jnp.float32), array(shapes[1][1:], jnp.float32)]
+        operands.append(array(shapes[1][1:], jnp.float32))
     elif name == "int4_added_matmul":
         function = partial(int4_kernels.added_kernel, eps=EPS)
         operands += [array(shapes[3], jnp.float32), array(shapes[4][1:], jnp.float32)]
@@ -69,15 +70,16 @@ def lower_int4(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered
 
 def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lowered:
     """Lower an attention kernel for operands of these shapes; its name has its parameters."""
-    table, _, _, qkv, norms, cos, sin, *pages = (
+    table, *others, norms, cos, sin, first, second = (
         jax.ShapeDtypeStruct(shape, DTYPES[dtype], sharding=chip)
         for shape, dtype in zip(kernel.shapes, kernel.dtypes, strict=True)
     )
-    if pages[1].shape[1] == 1:  # rows of scales
-        shape = (pages[1].shape[0], pages[1].shape[2])
-        pages[1] = jax.ShapeDtypeStruct(shape, pages[1].dtype, sharding=chip)
+    if second.shape[1] == 1:  # rows of scales
+        shape = (second.shape[0], second.shape[2])
+        second = jax.ShapeDtypeStruct(shape, second.dtype, sharding=chip)
+    pages = (first, second)
     row = jax.ShapeDtypeStruct(table.shape[:1], jnp.int32, sharding=chip)
-    kind, _, how, heads, kv_heads, window, flags = kernel.name.split("_")
+    kind, work, how, heads, kv_heads, window, flags = kernel.name.split("_")
     layer = AttentionLayer(
         num_heads=int(heads),
         num_kv_heads=int(kv_heads),
@@ -89,15 +91,19 @@ def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lo
         norms_v=flags[1] == "t",
         dtype=jnp.bfloat16,
     )
-    writes = how == "writes"
+    # A kernel alone returns its pages: they must be donated, or they would be copied.
+    donated: int | tuple[()] = 3
+    rows: tuple[Any, ...] = (table, row, row, row)
     if kind == "decode":
-        function: Any = partial(decode_attention, layer=layer, writes=writes)
+        function: Any = partial(decode_attention, layer=layer, writes=how == "writes")
     else:
         norms = jax.ShapeDtypeStruct(norms.shape[1:], norms.dtype, sharding=chip)
-        function = partial(extend_attention, layer=layer, block=int(how))
-    # A kernel alone returns its pages: they must be donated, or they would be copied.
-    traced = jax.jit(function, donate_argnums=3 if kind == "decode" else ()).trace(
-        qkv, norms, (cos, sin), tuple(pages), table, row, row, row
+        if work == "writer":
+            function, rows = partial(write_windows, layer=layer, block=int(how)), (table, others[0])
+        else:
+            function, donated = partial(extend_attention, layer=layer, block=int(how)), ()
+    traced = jax.jit(function, donate_argnums=donated).trace(
+        others[-1], norms, (cos, sin), pages, *rows
     )
     lowered: jax.stages.Lowered = traced.lower(lowering_platforms=("tpu",))
     return lowered
@@ -105,26 +111,27 @@ def lower_attention(kernel: Kernel, chip: SingleDeviceSharding) -> jax.stages.Lo
 
 def inner_trips(kernel: Kernel) -> int | None:
     """Return the trips of the loop within a step of the grid: a row's chunks at full context."""
-    if not kernel.name.startswith(ATTENTION):
+    if not kernel.name.startswith(ATTENTION) or kernel.name.startswith(WRITER):
         return None
     table_size, page_size = kernel.shapes[0][1], kernel.shapes[-2][1]
     return -(-table_size // chunk_pages(table_size, page_size))
 
 
 DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "s16": jnp.int16, "s32": jnp.int32}
-ATTENTION = ("extend_attention", "decode_attention")
+WRITER = "extend_writer"
+ATTENTION = ("extend_attention", "decode_attention", WRITER)
 NORMED = {
     "int4_normed_matmul": int4_kernels.normed_kernel,
     "int4_gated_matmul": int4_kernels.gated_kernel,
 }
 
 
-def read_bundles(text: str, trips: int | None = None) -> tuple[int, int]:
+def read_bundles(text: str, trips: int | None = None, usual: str = "vmatmul") -> tuple[int, int]:
     """Return the steps of a kernel's grid and the bundles of all, of final bundles as dumped.
 
     A loop within a step makes `trips`, each a step of its own; what loops within it counts once.
-    What is skipped by a branch and multiplies nothing, such as a norm or zeros for a new sum, runs
-    in one step of each innermost loop; if it is short, it moves blocks and runs in each.
+    What is skipped by a branch and has no `usual` operation, such as a norm or zeros for a new sum,
+    runs in one step of each innermost loop; if it is short, it moves blocks and runs in each.
     """
     parts = re.split(r"^ *0x[0-9a-f]+ *(?:[A-Z]+)? *: *(>*) *(?=\{)", text, flags=re.MULTILINE)
     depths, bundles = [len(depth) for depth in parts[1::2]], parts[2::2]
@@ -141,7 +148,7 @@ def read_bundles(text: str, trips: int | None = None) -> tuple[int, int]:
         for region in re.findall(r"sbr\.rel \(.*?\) target = \$region(\d+)", bundle):
             ends = (j for j, b in enumerate(bundles) if j > i and f"empty region {region} " in b)
             skipped = bundles[i + 1 : next(ends, i)]
-            if len(skipped) > MAX_BLOCK_MOVE and not any("vmatmul" in b for b in skipped):
+            if len(skipped) > MAX_BLOCK_MOVE and not any(usual in b for b in skipped):
                 num_rare[depths[i] > own] += len(skipped)
     num_inner = sum(depth > own for depth in depths) - num_rare[True]
     num_usual = depths.count(own) - num_rare[False] + num_rare[True]
@@ -193,7 +200,10 @@ def main() -> None:
             for path in folder.glob(f"*-{name}.*final_bundles.txt")
             if "schedule-analysis" not in path.name
         )
-        grids.append(read_bundles(dumped.read_text(), inner_trips(kernel)))
+        usual = (
+            "vrsqrt" if name.startswith(WRITER) else "vmatmul"
+        )  # it norms and multiplies nothing
+        grids.append(read_bundles(dumped.read_text(), inner_trips(kernel), usual))
         for path in folder.iterdir():
             path.unlink()
     print(json.dumps(grids))

@@ -151,6 +151,14 @@ def test_what_a_branch_skips_runs_once_in_an_innermost_loop(skipped: str, runs: 
     assert read_bundles(text) == (144, 144 * 5 + runs * skipped.count("\n"))
 
 
+def test_a_kernel_that_multiplies_nothing_has_another_usual_operation() -> None:
+    branch = "  0x7f   : > { %2 = sbr.rel (%p1) target = $region60 }\n"
+    end = "  0x90 PF: > { %3 = vnop } /* Start/End empty region 60 :: Start region 61 */\n"
+    skipped = "  0x80   : > { %1 = vrsqrt.f32 0 }\n" * 100
+    text = BUNDLES.replace("  0x73 PF", branch + skipped + end + "  0x73 PF")
+    assert read_bundles(text, usual="vrsqrt") == (144, 144 * 105)
+
+
 def test_a_grid_of_one_step_is_no_loop() -> None:
     assert read_bundles(BUNDLES.replace(": > {", ":  {")) == (1, 5)
 
@@ -267,13 +275,13 @@ def test_a_sound_program_has_no_faults() -> None:
     assert find_faults(SOUND, {"ratio": 1.5}, {"ratio": 1.5}) == []
 
 
-def test_limits_are_found_by_the_options_as_printed() -> None:
-    """What CI asks has limits for both of its programs."""
+@pytest.mark.parametrize(("kv_dtype", "program"), [("bf16", "decode 8"), ("int8", "extend 256")])
+def test_limits_are_found_by_the_options_as_printed(kv_dtype: str, program: str) -> None:
+    """What CI asks has limits."""
     limits = read_limits(
-        "e2b, int4 weights, int4 table, bf16 KV, pallas attention, context 8192, 10 layers"
+        f"e2b, int4 weights, int4 table, {kv_dtype} KV, pallas attention, context 8192, 10 layers"
     )
-    assert set(limits) == {"decode 8", "extend 256"}
-    assert set(limits["decode 8"]) == {"temp_gb", "ratio"}
+    assert set(limits[program]) == {"temp_gb", "ratio"}
     assert read_limits("another model") == {}
 
 

@@ -5,12 +5,15 @@ row the sampled id, its log-probability and rank, and the T most likely ids with
 V vocab.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from jaxserve.device.largest import largest
 from jaxserve.types import MAX_LOGPROBS, TokenLogprobs
 
 ID, LOGPROB, RANK, TOP = 0, 1, 2, 3
@@ -20,29 +23,50 @@ RESULT_SIZE = TOP + 2 * MAX_LOGPROBS
 FLOOR = -9999.0
 """The least log-probability that is told: JSON has no infinity."""
 
-_GROUP = 64  # the T most likely tokens lie in the T groups of this size with the largest maxima
-
 
 def results(logits_VN: jax.Array, ids_N: jax.Array, wants_N: jax.Array) -> jax.Array:
     """Return int32 results [N, RESULT_SIZE]; only the ids where nobody wants more."""
 
-    def scored() -> jax.Array:
-        return score(logits_VN, ids_N)
+    def choose(scored: Callable[[], jax.Array]) -> jax.Array:
+        padding = ((0, 0), (0, RESULT_SIZE - 1))
+        result_NC: jax.Array = lax.cond(
+            jnp.any(wants_N), scored, lambda: jnp.pad(ids_N[:, None], padding)
+        )
+        return result_NC
 
-    def ids_alone() -> jax.Array:
-        return jnp.pad(ids_N[:, None], ((0, 0), (0, RESULT_SIZE - 1)))
+    def choose_of_rows() -> jax.Array:
+        logits_NV = logits_VN.T  # outside of the condition: device/sampling.py says why
+        return choose(lambda: _score(logits_NV, ids_N, vocab_axis=1))
 
-    result_NC: jax.Array = lax.cond(jnp.any(wants_N), scored, ids_alone)
+    result_NC: jax.Array = lax.platform_dependent(
+        cpu=lambda: choose(lambda: _score(logits_VN, ids_N, vocab_axis=0)), default=choose_of_rows
+    )
     return result_NC
 
 
 def score(logits_VN: jax.Array, ids_N: jax.Array) -> jax.Array:
     """Return int32 results [N, RESULT_SIZE] for given ids."""
-    peak_N = logits_VN.max(axis=0)  # subtracted first: large logits would swallow the sum's log
-    log_sum_N = jnp.log(jnp.exp(logits_VN - peak_N).sum(axis=0))
-    chosen_N = jnp.take_along_axis(logits_VN, ids_N[None], axis=0)[0]
-    rank_N = (logits_VN > chosen_N).sum(axis=0, dtype=jnp.int32) + 1
-    top_NT, top_ids_NT = _largest(logits_VN.T, min(MAX_LOGPROBS, logits_VN.shape[0]))
+    result_NC: jax.Array = lax.platform_dependent(
+        cpu=lambda: _score(logits_VN, ids_N, vocab_axis=0),
+        default=lambda: _score(logits_VN.T, ids_N, vocab_axis=1),
+    )
+    return result_NC
+
+
+def _score(logits: jax.Array, ids_N: jax.Array, *, vocab_axis: int) -> jax.Array:
+    """Do so for logits of either order of axes."""
+
+    def spread(x_N: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x_N, vocab_axis)
+
+    peak_N = logits.max(
+        axis=vocab_axis
+    )  # subtracted first: large logits would swallow the sum's log
+    log_sum_N = jnp.log(jnp.exp(logits - spread(peak_N)).sum(axis=vocab_axis))
+    chosen_N = jnp.take_along_axis(logits, spread(ids_N), axis=vocab_axis).reshape(-1)
+    rank_N = (logits > spread(chosen_N)).sum(axis=vocab_axis, dtype=jnp.int32) + 1
+    logits_NV = logits if vocab_axis == 1 else logits.T
+    top_NT, top_ids_NT = largest(logits_NV, min(MAX_LOGPROBS, logits_NV.shape[1]))
     padding = ((0, 0), (0, MAX_LOGPROBS - top_NT.shape[1]))
     return jnp.concatenate(
         [
@@ -72,20 +96,3 @@ def read_result(result_C: npt.NDArray[np.int32]) -> TokenLogprobs:
 
 def _bits(logprob: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(jnp.maximum(logprob, FLOOR), jnp.int32)
-
-
-def _largest(logits_NV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """Return the largest of each row, descending, and their ids; sorts only groups with them."""
-    padded = jnp.pad(
-        logits_NV, ((0, 0), (0, -logits_NV.shape[1] % _GROUP)), constant_values=-jnp.inf
-    )
-    logits_NGJ = padded.reshape(logits_NV.shape[0], -1, _GROUP)
-    if logits_NGJ.shape[1] <= count:
-        return lax.top_k(logits_NV, count)
-    _, group_NT = lax.top_k(logits_NGJ.max(axis=-1), count)
-    members_NTJ = jnp.take_along_axis(logits_NGJ, group_NT[:, :, None], axis=1)
-    top_NT, member_NT = lax.top_k(members_NTJ.reshape(logits_NV.shape[0], -1), count)
-    ids_NT = (
-        jnp.take_along_axis(group_NT, member_NT // _GROUP, axis=1) * _GROUP + member_NT % _GROUP
-    )
-    return top_NT, ids_NT.astype(jnp.int32)

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.device.grammar import mask_logits, masked_argmax
+from jaxserve.device.largest import groups, largest
 
 NUM_CANDIDATES = 256
 """Most likely tokens that are sorted; filters that reach beyond them are resolved by bisection."""
-
-CANDIDATE_GROUP = 64
-"""The C most likely tokens lie in the C groups of this size with the largest maxima."""
 
 DRAW_GROUP = 512
 """A draw picks a group by its mass, then a token of it: near √V, to make both sums short."""
@@ -68,23 +66,22 @@ def sample(
         lambda: _argmax(logits_VB),
     )
 
-    def other() -> jax.Array:
+    def other(transposed: Callable[[], jax.Array]) -> jax.Array:
         def adjusted() -> tuple[jax.Array, jax.Array]:
-            logits_BV = mask_logits(adjust(logits_VB.T), mask_BW)
+            logits_BV = mask_logits(adjust(transposed()), mask_BW)
             best_B = jnp.where(is_adjusted_B, _argmax(logits_BV.T), greedy_B)
             weight_BV = lax.cond(
                 is_any_random,
-                lambda: _weights(logits_BV, _logit_of(best_B, logits_BV.T), rows),
+                lambda: _weights(logits_BV, best_B, rows),
                 lambda: jnp.zeros_like(logits_BV),
             )
             return weight_BV, best_B
 
         def unadjusted() -> tuple[jax.Array, jax.Array]:
-            best_logit_B = _logit_of(greedy_B, logits_VB)
             weight_BV = lax.cond(
                 is_any_masked,
-                lambda: _weights(mask_logits(logits_VB.T, mask_BW), best_logit_B, rows),
-                lambda: _weights(logits_VB.T, best_logit_B, rows),
+                lambda: _weights(mask_logits(transposed(), mask_BW), greedy_B, rows),
+                lambda: _weights(transposed(), greedy_B, rows),
             )
             return weight_BV, greedy_B
 
@@ -96,7 +93,20 @@ def sample(
         )
         return ids_B
 
-    ids_B: jax.Array = lax.cond(is_any_random | jnp.any(is_adjusted_B), other, lambda: greedy_B)
+    def choose(transposed: Callable[[], jax.Array]) -> jax.Array:
+        needs_other = is_any_random | jnp.any(is_adjusted_B)
+        ids_B: jax.Array = lax.cond(needs_other, lambda: other(transposed), lambda: greedy_B)
+        return ids_B
+
+    def choose_of_rows() -> jax.Array:
+        # A TPU's product leaves rows one behind another, as [B, V] lies by itself: handed to a
+        # condition as [V, B] they would be copied, B padded to a whole row of lanes.
+        logits_BV = logits_VB.T
+        return choose(lambda: logits_BV)
+
+    ids_B: jax.Array = lax.platform_dependent(
+        cpu=lambda: choose(lambda: logits_VB.T), default=choose_of_rows
+    )
     return ids_B
 
 
@@ -110,20 +120,39 @@ def _argmax(logits_VB: jax.Array) -> jax.Array:
     return (group_B * DRAW_GROUP + jnp.argmax(members_JB, axis=0)).astype(jnp.int32)
 
 
-def _logit_of(ids_B: jax.Array, logits_VB: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(logits_VB, ids_B[None], axis=0)[0]
-
-
-def _weights(logits_BV: jax.Array, best_logit_B: jax.Array, rows: SamplingRows) -> jax.Array:
+def _weights(logits_BV: jax.Array, best_B: jax.Array, rows: SamplingRows) -> jax.Array:
     """Return probabilities up to a factor: of [0, 1], that of the likeliest is 1."""
+    best_logit_B1 = jnp.take_along_axis(logits_BV, best_B[:, None], axis=1)
     temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    return jnp.exp((logits_BV - best_logit_B[:, None]) / temperature_B[:, None])
+    return jnp.exp((logits_BV - best_logit_B1) / temperature_B[:, None])
 
 
 def _draw(weight_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    filters_B = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
-    weight_BV = lax.cond(jnp.any(filters_B), lambda: _filter(weight_BV, rows), lambda: weight_BV)
-    return _pick(weight_BV, _uniform(rows))
+    """Draw an id for each row; of those with filters mostly from the candidates alone."""
+    uniform_B = _uniform(rows)
+    is_random_B = rows.temperature > 0
+    has_filters_B = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+
+    def filtered() -> jax.Array:
+        top_BC, candidates_BC = _first_candidates(weight_BV, rows)
+        kept_BC, are_all_B = _filter_candidates(top_BC, weight_BV, rows)
+        are_all_B &= has_filters_B
+        cumulative_BC = jnp.cumsum(kept_BC, axis=-1)
+        place_B = _first_above(kept_BC, cumulative_BC, uniform_B * cumulative_BC[:, -1])
+        picked_B = jnp.take_along_axis(candidates_BC, place_B[:, None], axis=1)[:, 0]
+        ids_B: jax.Array = lax.cond(
+            jnp.all(are_all_B | ~is_random_B),
+            lambda: picked_B,
+            lambda: jnp.where(
+                are_all_B, picked_B, _pick(_filter(weight_BV, top_BC, rows), uniform_B)
+            ),
+        )
+        return ids_B
+
+    ids_B: jax.Array = lax.cond(
+        jnp.any(is_random_B & has_filters_B), filtered, lambda: _pick(weight_BV, uniform_B)
+    )
+    return ids_B
 
 
 def _uniform(rows: SamplingRows) -> jax.Array:
@@ -136,15 +165,9 @@ def _uniform(rows: SamplingRows) -> jax.Array:
     return jax.vmap(one)(rows.seed, rows.position)
 
 
-def _groups(x_BV: jax.Array, size: int, fill: float) -> jax.Array:
-    """Lay the vocabulary out as [B, ⌈V/size⌉, size]."""
-    padded = jnp.pad(x_BV, ((0, 0), (0, -x_BV.shape[1] % size)), constant_values=fill)
-    return padded.reshape(x_BV.shape[0], -1, size)
-
-
 def _pick(weight_BV: jax.Array, uniform_B: jax.Array) -> jax.Array:
     """Invert the cumulative weights at uniform·total, in two stages; never a token of weight 0."""
-    weight_BGJ = _groups(weight_BV, DRAW_GROUP, 0.0)
+    weight_BGJ = groups(weight_BV, DRAW_GROUP, 0.0)
     mass_BG = weight_BGJ.sum(axis=-1)
     cumulative_BG = jnp.cumsum(mass_BG, axis=-1)
     target_B = uniform_B * cumulative_BG[:, -1]
@@ -169,11 +192,52 @@ def _first_above(weight_BN: jax.Array, cumulative_BN: jax.Array, target_B: jax.A
     return jnp.where(is_above_BN.any(axis=-1), jnp.argmax(is_above_BN, axis=-1), last_B)
 
 
-def _filter(weight_BV: jax.Array, rows: SamplingRows) -> jax.Array:
-    """Set to 0 what min-p, top-k and top-p drop."""
-    num_candidates = min(NUM_CANDIDATES, weight_BV.shape[1])
+def _first_candidates(weight_BV: jax.Array, rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
+    """Return each row's C largest weights that min-p keeps, descending, and their ids."""
+    top_BC, ids_BC = largest(weight_BV, min(NUM_CANDIDATES, weight_BV.shape[1]))
+    return jnp.where(top_BC >= rows.min_p[:, None], top_BC, 0.0), ids_BC
+
+
+def _filter_candidates(
+    top_BC: jax.Array, weight_BV: jax.Array, rows: SamplingRows
+) -> tuple[jax.Array, jax.Array]:
+    """Set to 0 what top-k and top-p drop of the candidates; say of which rows they are all.
+
+    They are not where filters reach beyond them, ties with the last one kept included.
+    """
+    count = top_BC.shape[1]
+    has_k_B = rows.top_k > 0
+    place_B = jnp.clip(rows.top_k - 1, 0, count - 1)
+    floor_B = jnp.take_along_axis(top_BC, place_B[:, None], axis=1)[:, 0]
+    top_BC = jnp.where(has_k_B[:, None] & (top_BC < floor_B[:, None]), 0.0, top_BC)
+
+    cumulative_BC = jnp.cumsum(top_BC, axis=-1)
+    mass_B = cumulative_BC[:, -1]
+    needs_rest_B = (rows.temperature > 0) & (rows.top_p < 1) & ~has_k_B
+
+    def with_rest() -> jax.Array:
+        all_B = jnp.where(weight_BV >= rows.min_p[:, None], weight_BV, 0.0).sum(axis=-1)
+        return jnp.where(needs_rest_B, all_B, mass_B)
+
+    wanted_B = rows.top_p * lax.cond(jnp.any(needs_rest_B), with_rest, lambda: mass_B)
+    floor_B = _nucleus_floor(top_BC, cumulative_BC, wanted_B)
+    top_BC = jnp.where((rows.top_p < 1)[:, None] & (top_BC < floor_B[:, None]), 0.0, top_BC)
+    has_mass_B = has_k_B | (rows.top_p >= 1) | (cumulative_BC[:, -1] >= wanted_B)
+    has_rest_B = (top_BC[:, -1] == 0) | (count == weight_BV.shape[1])
+    return top_BC, (rows.top_k <= count) & has_mass_B & has_rest_B
+
+
+def _nucleus_floor(top_BC: jax.Array, cumulative_BC: jax.Array, wanted_B: jax.Array) -> jax.Array:
+    """Return the largest weight down to which the mass is enough; the last one if none is."""
+    last_B = (cumulative_BC < wanted_B[:, None]).sum(axis=-1)
+    last_B = jnp.minimum(last_B, top_BC.shape[1] - 1)
+    return jnp.take_along_axis(top_BC, last_B[:, None], axis=1)[:, 0]
+
+
+def _filter(weight_BV: jax.Array, top_BC: jax.Array, rows: SamplingRows) -> jax.Array:
+    """Set to 0 what min-p, top-k and top-p drop, given the candidates."""
+    num_candidates = top_BC.shape[1]
     weight_BV = jnp.where(weight_BV >= rows.min_p[:, None], weight_BV, 0.0)
-    top_BC = _largest(weight_BV, num_candidates)
     k_B = jnp.where(rows.top_k > 0, rows.top_k, weight_BV.shape[1])
     is_small_k_B = k_B <= num_candidates
 
@@ -189,11 +253,10 @@ def _filter(weight_BV: jax.Array, rows: SamplingRows) -> jax.Array:
     # Top-p: the largest weight down to which the mass reaches p.
     wanted_B = rows.top_p * weight_BV.sum(axis=-1)
     top_BC = jnp.where(top_BC >= floor_B[:, None], top_BC, 0.0)
-    mass_BC = jnp.cumsum(top_BC, axis=-1)
-    last_B = jnp.minimum((mass_BC < wanted_B[:, None]).sum(axis=-1), num_candidates - 1)
-    found_B = jnp.take_along_axis(top_BC, last_B[:, None], axis=1)[:, 0]
+    cumulative_BC = jnp.cumsum(top_BC, axis=-1)
+    found_B = _nucleus_floor(top_BC, cumulative_BC, wanted_B)
     floor_B = _where_else(
-        (rows.top_p >= 1) | (mass_BC[:, -1] >= wanted_B) | is_small_k_B,
+        (rows.top_p >= 1) | (cumulative_BC[:, -1] >= wanted_B) | is_small_k_B,
         jnp.where(rows.top_p < 1, found_B, 0.0),
         lambda: _bisect(
             lambda t_B: (
@@ -213,16 +276,6 @@ def _where_else(
         jnp.all(done_B), lambda: value_B, lambda: jnp.where(done_B, value_B, compute())
     )
     return value_B
-
-
-def _largest(weight_BV: jax.Array, count: int) -> jax.Array:
-    """Return each row's `count` largest weights, descending; sorts only groups that hold them."""
-    weight_BGJ = _groups(weight_BV, CANDIDATE_GROUP, 0.0)
-    if weight_BGJ.shape[1] <= count:
-        return lax.top_k(weight_BV, count)[0]
-    _, group_BC = lax.top_k(weight_BGJ.max(axis=-1), count)
-    members_BCJ = jnp.take_along_axis(weight_BGJ, group_BC[:, :, None], axis=1)
-    return lax.top_k(members_BCJ.reshape(weight_BV.shape[0], -1), count)[0]
 
 
 def _bisect(holds: Callable[[jax.Array], jax.Array], weight_BV: jax.Array) -> jax.Array:

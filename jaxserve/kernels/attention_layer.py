@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
+from jaxserve.kernels.constants import MAX_LEVEL
 from jaxserve.kernels.int4_kernels import rms_norm
 
 COMPILER_PARAMS = pltpu.CompilerParams(
@@ -62,3 +63,10 @@ def prepare(
     x_NE = rms_norm(x_NE, norm_1E, head_dim, eps)
     first, second = x_NE[:, : head_dim // 2], x_NE[:, head_dim // 2 :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+
+
+def to_levels(x_NE: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Round a head's rows to levels, int32, and return their scales [N, 1]; as models/kv_cache."""
+    largest_N1 = jnp.abs(x_NE).max(axis=-1, keepdims=True)
+    per_unit_N1 = jnp.where(largest_N1 > 0, MAX_LEVEL / largest_N1, 0.0)
+    return jnp.round(x_NE * per_unit_N1).astype(jnp.int32), largest_N1 / MAX_LEVEL

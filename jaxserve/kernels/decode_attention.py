@@ -18,8 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare
-from jaxserve.kernels.constants import LANES, MAX_LEVEL, SCRATCH_PAGE
+from jaxserve.kernels.attention_layer import COMPILER_PARAMS, AttentionLayer, prepare, to_levels
+from jaxserve.kernels.constants import LANES
 from jaxserve.kernels.int4_kernels import rms_norm
 from jaxserve.kernels.page_reader import (
     FIRST_PAGE,
@@ -54,7 +54,8 @@ def decode_attention(
 
     Args:
         qkv_NO: projected queries, and keys and values if the layer has any; float32.
-        head_norms_2E: factors of queries and keys.
+        head_norms_2E: factors of queries and keys, in the first E columns: to take those out would
+            be an operation of its own.
         rope: cosines and sines of each row's position, float32 [N, E/2].
         pages: as in extend_attention; a row writes its position's page, which no other row reads.
         table_RM: pages of positions [(first_page + m)·Z, (first_page + m + 1)·Z).
@@ -99,7 +100,6 @@ def _call(
     page_size, is_int8 = pages[0].shape[1], pages[0].dtype == jnp.int16
     num_padded, heads, head_dim = qkv_NO.shape[0], layer.num_heads, layer.head_dim
     out = jax.ShapeDtypeStruct((num_padded, heads * head_dim), layer.dtype)
-    scales = jax.ShapeDtypeStruct((2 * layer.num_kv_heads, num_padded, LANES), jnp.float32)
     arrays = operands(pages)
     whole = [qkv_NO, head_norms_2E, *rope]
     scratch_shapes = [
@@ -111,15 +111,10 @@ def _call(
     if writes:
         scratch_shapes.append(_Writer.scratch(arrays, num_rows, num_padded, layer))
     page_bytes = bytes_read(pages, num_rows, 1) if writes else 0
-    # The compiler would move arrays of scales, which are small, to VMEM and back to have them
-    # written by a kernel: it hands over the new ones instead.
-    kept = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[: 1 if is_int8 else 2]]
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     results = [(out, pl.BlockSpec(out.shape, lambda r, *_: (0, 0)))]
     if writes:
-        results += [(x, in_hbm) for x in kept]
-        if is_int8:
-            results.append((scales, pl.BlockSpec(scales.shape, lambda r, *_: (0, 0, 0))))
+        results += [(jax.ShapeDtypeStruct(x.shape, x.dtype), in_hbm) for x in arrays]
     out_NQ, *written = pl.pallas_call(
         partial(_decode, layer=layer, writes=writes),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -130,7 +125,7 @@ def _call(
             scratch_shapes=scratch_shapes,
         ),
         out_shape=[shape for shape, _ in results],
-        input_output_aliases={7 + i: 1 + i for i in range(len(kept))} if writes else {},
+        input_output_aliases={7: 1, 8: 2} if writes else {},
         cost_estimate=pl.CostEstimate(
             flops=0,
             bytes_accessed=bytes_read(pages, num_rows, table_size)
@@ -149,14 +144,7 @@ def _call(
     if not writes:
         return out_NQ, pages
     first, second = written
-    if is_int8:
-        last_R = start_R // page_size - first_page_R
-        page_R = jnp.take_along_axis(table_RM, last_R[:, None], axis=1, mode="clip")[:, 0]
-        page_R = jnp.where(num_valid_R > 0, page_R, SCRATCH_PAGE)
-        lane_RJ = start_R[:, None] % page_size + page_size * jnp.arange(scales.shape[0])
-        place = pages[1].at[page_R[:, None], lane_RJ]
-        second = place.set(second[:, :num_rows, 0].T, mode="promise_in_bounds")
-    return out_NQ, (first, second)
+    return out_NQ, (first, second[:, 0] if is_int8 else second)
 
 
 def _decode(*refs: Any, layer: AttentionLayer, writes: bool) -> None:
@@ -173,17 +161,13 @@ class _Decode:
     def __init__(self, refs: tuple[Any, ...], layer: AttentionLayer, *, writes: bool) -> None:
         scalar_refs, self._inputs, refs = refs[:3], refs[3:7], refs[7:]
         page_refs, self._out, refs = refs[:2], refs[2], refs[3:]
-        if writes:  # the same memory as what was read in, but for scales, which are the new ones
-            *written, refs = *refs[:2], refs[2:]
-            is_int8 = page_refs[0].dtype == jnp.int16
-            page_refs = (written[0], page_refs[1] if is_int8 else written[1])
+        if writes:  # the same memory as what was read in
+            page_refs, refs = refs[:2], refs[2:]
         reader_refs, softmax_refs, self._queries, self._results, *writer_refs = refs
         self._layer = layer
         self.reader = PageReader(scalar_refs, page_refs, reader_refs)
         self._softmax = RunningSoftmax(self.reader, softmax_refs, block=1, window=layer.window)
-        self._writer = None
-        if writes:
-            self._writer = _Writer(self.reader, page_refs, (*writer_refs[0], written[1]), layer)
+        self._writer = _Writer(self.reader, page_refs, writer_refs[0], layer) if writes else None
 
     def begin(self) -> None:
         """Ask for pages; meanwhile norm and turn all rows' queries and keys."""
@@ -252,19 +236,20 @@ class _Writer:
         self, reader: PageReader, page_refs: tuple[Any, Any], refs: Any, layer: AttentionLayer
     ) -> None:
         self._reader, self._pages, self._layer = reader, page_refs, layer
-        self._new, self._staged, self._semaphores, self._scales = refs
+        self._new, self._scales, self._staged, self._semaphores = refs
         self._is_int8 = page_refs[0].dtype == jnp.int16
 
     @staticmethod
     def scratch(
         pages: tuple[jax.Array, jax.Array], num_rows: int, num_padded: int, layer: AttentionLayer
     ) -> list[Any]:
-        """Return `refs` but for the new scales: new keys and values or words, pages, semaphores."""
+        """Return `refs`: new keys and values or words, new scales, pages, semaphores."""
         width = layer.num_kv_heads * layer.head_dim
         dtype = jnp.int32 if pages[0].dtype == jnp.int16 else jnp.float32
         return [
             pltpu.VMEM((2, num_padded, width), dtype),
-            [pltpu.VMEM((num_rows, *x.shape[1:]), x.dtype) for x in pages if x.shape[1] > 1],
+            pltpu.VMEM((2 * layer.num_kv_heads, num_padded, LANES), jnp.float32),
+            [pltpu.VMEM((num_rows, *x.shape[1:]), x.dtype) for x in pages],
             pltpu.SemaphoreType.DMA((2,)),
         ]
 
@@ -278,12 +263,11 @@ class _Writer:
             self._new[0, :, columns], self._new[1, :, columns] = k_NE, v_NE
             return
         words = []
-        for i, x_NE in enumerate((k_NE, v_NE)):  # as models/kv_cache.py makes levels and words
-            largest_N1 = jnp.abs(x_NE).max(axis=-1, keepdims=True)
-            per_unit_N1 = jnp.where(largest_N1 > 0, MAX_LEVEL / largest_N1, 0.0)
-            words.append(jnp.round(x_NE * per_unit_N1).astype(jnp.int32))
+        for i, x_NE in enumerate((k_NE, v_NE)):
+            levels_NE, scale_N1 = to_levels(x_NE)
+            words.append(levels_NE)
             part = i * self._layer.num_kv_heads + head
-            self._scales[part] = jnp.broadcast_to(largest_N1 / MAX_LEVEL, self._scales.shape[1:])
+            self._scales[part] = jnp.broadcast_to(scale_N1, self._scales.shape[1:])
         self._new[0, :, columns] = (words[0] & 0xFF) | (words[1] << 8)
 
     def write(self, chunk: Any, slot: Any) -> None:
@@ -296,10 +280,9 @@ class _Writer:
         j = last - chunk * reader.chunk_pages
         for i, buffer in enumerate(reader.buffers):
             if i == 1 and self._is_int8:
-                buffer[slot, j] = self._with_scales(buffer[slot, j], row, offset)
-                continue
-            new_1X = self._new[i, pl.ds(row, 1)]
-            page = _with_position(buffer[slot, j], new_1X, offset)
+                page = self._with_scales(buffer[slot, j], row, offset)
+            else:
+                page = _with_position(buffer[slot, j], self._new[i, pl.ds(row, 1)], offset)
             buffer[slot, j] = page
             self._staged[i][row] = page
             self._copy(i, row, reader.table[row, last]).start()
@@ -309,7 +292,7 @@ class _Writer:
         """Wait until all is written."""
 
         def wait(_: Any, __: None) -> None:
-            for i in range(len(self._staged)):
+            for i in range(2):
                 self._copy(i, 0, 0).wait()
 
         lax.fori_loop(0, self._reader.counters[NUM_WRITTEN], wait, None)

@@ -39,10 +39,12 @@ def matmul_kernel(weight: Int4Matrix, x_NI: jax.Array, *, interpret: bool = Fals
     inputs, lanes = _padded(weight)
     num_rows = x_NI.shape[0]
     rows, count = _row_tiles(num_rows, MAX_ROWS)
-    x_NI = _pad(x_NI.astype(jnp.bfloat16), rows * count, inputs)
     tile_I = largest_tile(inputs, MAX_INPUTS)
     tile_O = largest_tile(lanes, MAX_WEIGHTS[rows <= FEW_ROWS] // tile_I)
     num_tiles_O = lanes // tile_O
+    if num_tiles_O > 1:  # rounded once; else in the kernel, which saves an operation
+        x_NI = x_NI.astype(jnp.bfloat16)
+    x_NI = _pad(x_NI, rows * count, inputs)
     y_NO: jax.Array = pl.pallas_call(
         _matmul,
         grid=(count, num_tiles_O, inputs // tile_I),
@@ -220,9 +222,8 @@ def _product(x_ref: Any, words_ref: Any, steps_ref: Any) -> jax.Array:
     for start in range(0, num_inputs, depth):
         tiles = range(start // TILE, (start + depth) // TILE)
         weight_IO = jnp.concatenate([_unpack_tile(words_ref, steps_ref, t) for t in tiles])
-        sum_NO += jnp.dot(
-            x_ref[:, start : start + depth], weight_IO, preferred_element_type=jnp.float32
-        )
+        x_NI = x_ref[:, start : start + depth].astype(jnp.bfloat16)
+        sum_NO += jnp.dot(x_NI, weight_IO, preferred_element_type=jnp.float32)
     return sum_NO
 
 

@@ -15,10 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxserve.kernels.attention_layer import AttentionLayer
 from jaxserve.kernels.constants import MASKED, SCRATCH_PAGE
-from jaxserve.kernels.decode_attention import decode_attention
-from jaxserve.kernels.extend_attention import extend_attention
 from jaxserve.models.config import AttentionKind
 from jaxserve.models.kv_cache import (
     FloatPages,
@@ -205,73 +202,6 @@ def _attend(
     _, sum_BQ, out_BQE = softmax
     out_RKTGE = (out_BQE / sum_BQ[..., None]).reshape(q_RKTGE.shape)
     return out_RKTGE.swapaxes(1, 2).reshape(q_RTHE.shape)
-
-
-def decode_by_kernel(
-    qkv_NO: jax.Array,
-    head_norms_2E: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    pages: Pages,
-    rows: PagedRows,
-    layer: AttentionLayer,
-    *,
-    writes: bool,
-) -> tuple[jax.Array, Pages]:
-    """Do all that is between two products for rows of one position; returns [N, H·E] and pages."""
-    out_NQ, (first, second) = decode_attention(
-        qkv_NO,
-        head_norms_2E,
-        rope,
-        _kernel_arrays(pages),
-        *_kernel_rows(rows, layer.window, pages.positions),
-        layer=layer,
-        writes=writes,
-    )
-    if not writes:
-        return out_NQ, pages
-    if isinstance(pages, FloatPages):
-        return out_NQ, FloatPages(k_PZX=first, v_PZX=second)
-    return out_NQ, Int8Pages(kv_PZX=first, scale_PJ=second)
-
-
-def extend_by_kernel(
-    q_NQ: jax.Array,
-    q_norm_E: jax.Array,
-    rope: tuple[jax.Array, jax.Array],
-    pages: Pages,
-    rows: PagedRows,
-    layer: AttentionLayer,
-) -> jax.Array:
-    """Norm, turn and attend for blocks whose keys and values are written; returns [N, H·E]."""
-    return extend_attention(
-        q_NQ,
-        q_norm_E,
-        rope,
-        _kernel_arrays(pages),
-        *_kernel_rows(rows, layer.window, pages.positions),
-        layer=layer,
-        block=rows.block,
-    )
-
-
-def _kernel_arrays(pages: Pages) -> tuple[jax.Array, jax.Array]:
-    """Return pages as kernels take them."""
-    if isinstance(pages, FloatPages):
-        return pages.k_PZX, pages.v_PZX
-    return pages.kv_PZX, pages.scale_PJ
-
-
-def _kernel_rows(
-    rows: PagedRows, window: int | None, page_size: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Return what kernels are told of rows: the pages in reach, the first one's index, and runs."""
-    if window is None:
-        return rows.table_RM, jnp.zeros_like(rows.start_R), rows.start_R, rows.num_valid_R
-    first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
-    most_pages = min(rows.sliding_table_RM.shape[1], (window + rows.block - 2) // page_size + 2)
-    index_RM = first_R[:, None] + jnp.arange(most_pages)
-    table_RM = jnp.take_along_axis(rows.sliding_table_RM, index_RM, axis=1, mode="clip")
-    return table_RM, first_R, rows.start_R, rows.num_valid_R
 
 
 def _read(

@@ -15,13 +15,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.kernels.attention_layer import AttentionLayer
-from jaxserve.models.attention import (
-    PagedRows,
-    attend,
-    decode_by_kernel,
-    extend_by_kernel,
-    write_pages,
-)
+from jaxserve.models.attention import PagedRows, attend, write_pages
+from jaxserve.models.attention_kernels import decode_by_kernel, extend_by_kernel, write_by_kernel
 from jaxserve.models.config import AttentionKind, LayerConfig, ModelConfig
 from jaxserve.models.kv_cache import KVCache, Pages
 from jaxserve.models.layers import (
@@ -125,7 +120,7 @@ def decoder_layer(
         qkv_NO = normed_linear(weights.qkv_OD, x_ND, input_norm, eps)
         out_NQ, pages = _attention(
             qkv_NO,
-            head_norms_2E[:, : layer.head_dim],
+            head_norms_2E,
             rope,
             pages,
             rows,
@@ -180,13 +175,15 @@ def _attention(
         return decode_by_kernel(
             qkv_NO, head_norms_2E, rope, pages, rows, kernel_layer, writes=writes
         )
-    q_norm_E, k_norm_E = head_norms_2E
+    q_norm_E, k_norm_E = head_norms_2E[:, : layer.head_dim]
+    if chunk_pages is None:
+        if writes:
+            pages = write_by_kernel(qkv_NO, k_norm_E, rope, pages, rows, kernel_layer)
+        return extend_by_kernel(qkv_NO, q_norm_E, rope, pages, rows, kernel_layer), pages
     q_width = layer.num_heads * layer.head_dim
     if writes:
         k_NKE, v_NKE = keys_and_values(qkv_NO[:, q_width:], layer, config, k_norm_E, rope)
         pages = write_pages(pages, k_NKE, v_NKE, rows, layer.kind)
-    if chunk_pages is None:
-        return extend_by_kernel(qkv_NO, q_norm_E, rope, pages, rows, kernel_layer), pages
     num_tokens, num_real = qkv_NO.shape[0], rows.table_RM.shape[0] * rows.block
     q_NHE = qkv_NO[:, :q_width].reshape(num_tokens, layer.num_heads, layer.head_dim)
     q_NHE = apply_rope(norm(q_NHE, q_norm_E, config.norm_eps), rope) * config.attention_scale

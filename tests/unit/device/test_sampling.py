@@ -159,6 +159,14 @@ def test_ties_with_the_last_kept_token_are_kept() -> None:
     assert set(draw_many(logits_V, Filters(top_k=5), 2048).tolist()) == set(range(SMALL_VOCAB))
 
 
+@pytest.mark.parametrize("filters", [Filters(top_k=50), Filters(top_k=50, top_p=0.5)], ids=str)
+def test_ties_beyond_the_candidates_are_kept(filters: Filters) -> None:
+    logits_V = np.full(VOCAB, -1e4, np.float32)
+    logits_V[:10], logits_V[10:610] = 3.0, 2.0
+
+    assert set(draw_many(logits_V, filters, 16384).tolist()) == set(range(610))
+
+
 def test_min_p_is_relative_to_the_most_likely_token_at_the_temperature() -> None:
     logits_V = np.full(SMALL_VOCAB, -9.0, np.float32)
     logits_V[:3] = (0.0, -1.0, -3.0)
