@@ -20,6 +20,7 @@ from typing import NoReturn, Self
 import uvicorn
 import uvloop
 
+from jaxserve import STARTED_S
 from jaxserve.config import ServeConfig, check_text
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.choices import LoadOptions
@@ -45,7 +46,7 @@ from jaxserve.hub.demo import DEMO_MODEL_NAME
 from jaxserve.hub.resolve import check_folder, resolve_model
 from jaxserve.metrics import Metrics
 from jaxserve.models.registry import end_token_ids, sampling_defaults
-from jaxserve.progress import Progress
+from jaxserve.progress import Phases, Progress
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.markers import Markers
 from jaxserve.text.tokenizer import Tokenizer
@@ -228,23 +229,24 @@ class _Server:
 
     def _start(self) -> EngineCore:
         config = self._config
-        started_s = time.perf_counter()
+        phases = Phases(STARTED_S)
+        phases.end("importing")
         if config.compile_cache != "":
             use_compile_cache(Path(config.compile_cache or self._cache_dir / "compiled"))
         if config.model is None or not Path(config.model).expanduser().is_dir():
             source = config.model or DEMO_MODEL_NAME
             self._client.set_status(EngineStatus(phase="fetching", detail=source))
         folder = resolve_model(config.model, cache_dir=self._cache_dir)
-        fetched_s = time.perf_counter()
+        phases.end("fetching")
         name = self._served_name(folder)
         tokenizer, template = Tokenizer.load(folder), ChatTemplate.load(folder)
         end_ids = end_token_ids(folder)
         uses_defaults = config.generation_config == "auto"
         defaults = sampling_defaults(folder) if uses_defaults else SamplingDefaults()
-        read_s = time.perf_counter()
+        phases.end("reading the tokenizer")
         with _PhaseReport(self._client) as report:
-            loaded = load_model(folder, LoadOptions.of(config), report, self._bundle_folder)
-        loaded_s = time.perf_counter()
+            options = LoadOptions.of(config)
+            loaded = load_model(folder, options, report, self._bundle_folder, phases)
         scheduler = make_scheduler(
             loaded,
             prefill_stall_factor=config.prefill_stall_factor,
@@ -285,15 +287,10 @@ class _Server:
         self._client.set_status(EngineStatus(phase="ready"))
         with suppress(RuntimeError):  # the loop is closed where the process is to stop already
             self._loop.call_soon_threadsafe(self._warm_grammars, grammars)
-        ready_s = time.perf_counter()
-        phases_s = {
-            "fetching": fetched_s - started_s,
-            "reading the tokenizer": read_s - fetched_s,
-            **loaded.phases_s,
-            "starting the engine": ready_s - loaded_s,
-        }
-        parts = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases_s.items())
-        logger.info("ready after %.1f s (%s): %s", ready_s - started_s, parts, self._model.id)
+        phases.end("starting the engine")
+        parts = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.seconds.items())
+        total_s = sum(phases.seconds.values())
+        logger.info("ready after %.1f s (%s): %s", total_s, parts, self._model.id)
         return core
 
     def _served_name(self, folder: Path) -> str:
@@ -392,7 +389,7 @@ class _PhaseReport:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self._phase: Phase | None = None
+        self._part: tuple[Phase, int] | None = None
         self._bars = ExitStack()
 
     def __enter__(self) -> Self:
@@ -403,8 +400,9 @@ class _PhaseReport:
 
     def __call__(self, phase: Phase, done: int, total: int) -> None:
         """Note that `done` steps of a phase's `total` are done."""
-        if phase != self._phase:
+        if (phase, total) != self._part:
             self._bars.close()
-            self._phase, self._bar = phase, self._bars.enter_context(Progress(phase, total))
+            self._part = (phase, total)
+            self._bar = self._bars.enter_context(Progress(phase, total))
         self._bar.reach(done)
         self._client.set_status(EngineStatus(phase=phase, done=done, total=total))

@@ -74,7 +74,7 @@ def _serve(config: ServeConfig) -> int:
 
 
 def _compile(arguments: dict[str, Any]) -> int:
-    target, out = arguments.pop("target"), Path(arguments.pop("out"))
+    target, out = arguments.pop("target"), Path(arguments.pop("out")).expanduser()
     config = ServeConfig(**arguments)
     config.check()
     logs.configure("INFO")

@@ -31,7 +31,8 @@ def run(config: ServeConfig, target_name: str, out: Path, cache_dir: Path) -> in
 
         def progress(phase: str, done: int, total: int) -> None:
             nonlocal bar
-            if bar is None:
+            if bar is None or done == 0:
+                bars.close()
                 bar = bars.enter_context(Progress(phase, total))
             bar.reach(done)
 

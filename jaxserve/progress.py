@@ -1,4 +1,7 @@
-"""How far a long job is: one redrawn bar on a terminal, otherwise a log line for each tenth."""
+"""How far a long job is: one redrawn bar on a terminal, otherwise a log line for each tenth.
+
+And what its parts took.
+"""
 
 import logging
 import sys
@@ -61,3 +64,18 @@ class Progress:
         if tenths > self._logged_tenths:
             self._logged_tenths = tenths
             logger.info("%s: %d %%", self._label, 10 * tenths)
+
+
+class Phases:
+    """What the parts of a job took: each begins where the one before ends."""
+
+    def __init__(self, started_s: float) -> None:
+        """`started_s` is when the first began, by `time.perf_counter`."""
+        self._ended_s = started_s
+        self.seconds: dict[str, float] = {}
+
+    def end(self, name: str) -> None:
+        """Note that a part has ended, and how it is called."""
+        now_s = time.perf_counter()
+        self.seconds[name] = now_s - self._ended_s
+        self._ended_s = now_s

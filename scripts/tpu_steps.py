@@ -7,11 +7,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 
 from jaxserve.device.buckets import DecodeBucket
 from jaxserve.device.plan import PAGE_SIZE, DevicePlan
@@ -29,15 +29,12 @@ FLOPS_PER_S = 918e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A compiled program.
+class StepBytes:
+    """What a compiled program has on the device while it runs.
 
     Attributes:
         donated_bytes: of KV and state, all of which should be aliased.
-        least: with each conditional's cheapest branch.
-        most: with the dearest.
-        kernels: calls of each Pallas kernel.
-        pool_copies: what makes a whole KV array anew.
+        device_bytes: all of it: arguments, used or not, temp, and results with no argument's place.
     """
 
     weight_bytes: int
@@ -46,6 +43,19 @@ class Estimate:
     temp_bytes: int
     alias_bytes: int
     device_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(StepBytes):
+    """A compiled program.
+
+    Attributes:
+        least: with each conditional's cheapest branch.
+        most: with the dearest.
+        kernels: calls of each Pallas kernel.
+        pool_copies: what makes a whole KV array anew.
+    """
+
     compile_s: float
     least: Cost
     most: Cost
@@ -100,6 +110,31 @@ def floor_ms(program: StepProgram, config: ModelConfig, params: Params, kv_dtype
     return max(num_bytes / HBM_BYTES_PER_S, flops / FLOPS_PER_S) * 1e3
 
 
+def step_bytes(
+    compiled: Compiled, plan: DevicePlan, config: ModelConfig, params: Params
+) -> StepBytes:
+    """Sum up the bytes of a program of the plan."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise InvariantError("this compiler tells nothing of its programs")
+    weight_bytes = tree_bytes(params)
+    kv_bytes = tree_bytes(jax.eval_shape(lambda: empty_cache(plan, config)))
+    state_bytes = tree_bytes(jax.eval_shape(lambda: empty_state(plan, config)))
+    new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return StepBytes(
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        donated_bytes=kv_bytes + state_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        device_bytes=weight_bytes
+        + kv_bytes
+        + state_bytes
+        + memory.temp_size_in_bytes
+        + max(new_bytes, 0),
+    )
+
+
 def estimate_step(
     program: StepProgram,
     plan: DevicePlan,
@@ -111,24 +146,14 @@ def estimate_step(
     start_s = time.perf_counter()
     compiled = lower().compile()
     compile_s = time.perf_counter() - start_s
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    if memory is None or text is None:
+    text = compiled.as_text()
+    if text is None:
         raise InvariantError("this compiler tells nothing of its programs")
     hlo = Hlo(text)
     hlo.kernel_ms = estimate(hlo.kernels())
     cache = jax.eval_shape(lambda: empty_cache(plan, config))
-    state_bytes = tree_bytes(jax.eval_shape(lambda: empty_state(plan, config)))
-    weight_bytes, kv_bytes = tree_bytes(params), tree_bytes(cache)
-    arguments_bytes = weight_bytes + kv_bytes + state_bytes
-    # Results that are not aliased need room beside the arguments.
-    new_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Estimate(
-        weight_bytes=weight_bytes,
-        kv_bytes=kv_bytes,
-        donated_bytes=kv_bytes + state_bytes,
-        temp_bytes=memory.temp_size_in_bytes,
-        alias_bytes=memory.alias_size_in_bytes,
-        device_bytes=arguments_bytes + memory.temp_size_in_bytes + max(new_bytes, 0),
+        **asdict(step_bytes(compiled, plan, config, params)),
         compile_s=compile_s,
         least=hlo.cost(min),
         most=hlo.cost(max),

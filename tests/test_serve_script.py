@@ -49,11 +49,20 @@ def test_what_jax_does_not_is_none(tmp_path: Path, devices: list[tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("devices", "extras"),
-    [([], "demo,hf,guided"), ([("0x1ae0", V6E)], "demo,hf,guided,tpu")],
+    ("devices", "platform", "extras", "expected"),
+    [
+        ([], None, "demo,hf,guided", ""),
+        # A chip that cannot be opened then ends the start; JAX would take the CPU.
+        ([("0x1ae0", V6E)], None, "demo,hf,guided,tpu", "tpu"),
+        ([("0x1ae0", V6E)], "cpu", "demo,hf,guided,tpu", "cpu"),
+    ],
 )
 def test_serve_installs_what_the_machine_needs_and_serves(
-    tmp_path: Path, devices: list[tuple[str, str]], extras: str
+    tmp_path: Path,
+    devices: list[tuple[str, str]],
+    platform: str | None,
+    extras: str,
+    expected: str,
 ) -> None:
     for name in ("serve", "has_tpu"):
         (tmp_path / "scripts").mkdir(exist_ok=True)
@@ -61,15 +70,21 @@ def test_serve_installs_what_the_machine_needs_and_serves(
     for name in ("scripts/install", ".venv/bin/jaxserve"):
         double = tmp_path / name
         double.parent.mkdir(parents=True, exist_ok=True)
-        double.write_text('#!/bin/sh\necho "$(basename "$0") $*"\n')
+        double.write_text('#!/bin/sh\necho "$(basename "$0") $* $JAX_PLATFORMS"\n')
         double.chmod(0o755)
 
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    if platform is not None:
+        environment["JAX_PLATFORMS"] = platform
     result = subprocess.run(
         [tmp_path / "scripts" / "serve", "--port", "1"],
-        env={**os.environ, "JAXSERVE_SYS": str(make_sys(tmp_path / "sys", *devices))},
+        env={**environment, "JAXSERVE_SYS": str(make_sys(tmp_path / "sys", *devices))},
         capture_output=True,
         text=True,
         check=True,
     )
 
-    assert result.stdout.splitlines() == [f"install {extras}", "jaxserve serve --port 1"]
+    assert result.stdout.splitlines() == [
+        f"install {extras} {expected}",
+        f"jaxserve serve --port 1 {expected}",
+    ]

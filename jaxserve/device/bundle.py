@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import pickle
+import platform
+import sysconfig
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -39,6 +41,15 @@ FORMAT = "1"
 
 _SOURCES = ("device", "kernels", "models")
 """The packages whose code programs are made of."""
+
+_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_JAX_OPTIONS = (
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
+"""Those of JAX's that change what a program computes."""
 
 _SHOWN = 60
 
@@ -102,14 +113,32 @@ def identity(
     return {
         "the bundle's format": FORMAT,
         "jaxserve": __version__,
-        "jaxserve's code": _code_digest(),
+        "jaxserve's code": code_digest(),
         **_compilers(target),
-        **{name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")},
+        **compiler_flags(),
         **{f"--{name.replace('_', '-')}": value for name, value in _fields(options)},
         **{f"the model's {name}": value for name, value in _fields(config)},
         "what is packed": ", ".join(loaded.packed) or "nothing",
         "the weights' form": _digest(form.encode())[:16],
     }
+
+
+def code_digest() -> str:
+    """Return what changes with the source that programs are made of."""
+    digest = hashlib.sha256()
+    for package in _SOURCES:
+        folder = resources.files("jaxserve") / package
+        for file in sorted(folder.iterdir(), key=lambda file: file.name):
+            if file.name.endswith(".py"):
+                digest.update(f"{package}/{file.name}".encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def compiler_flags() -> dict[str, str]:
+    """Return what the environment tells the compilers, and JAX of how to compute."""
+    options = {name: str(getattr(jax.config, name)) for name in _JAX_OPTIONS}
+    return {name: os.environ.get(name, "") for name in _FLAGS} | options
 
 
 def write_bundle(
@@ -154,7 +183,9 @@ def read_bundle(folder: Path, same: Mapping[str, str]) -> Bundle | None:
     """Return a folder's bundle if its identity is this one; else None, and the log says why."""
     try:
         manifest = _read_manifest(folder)
-        theirs = manifest["same"]
+        theirs = manifest.get("same")
+        if not isinstance(theirs, dict):
+            raise _BundleError(f"its {MANIFEST} is damaged")
         names = [name for name in {**same, **theirs} if same.get(name) != theirs.get(name)]
         if names:
             differences = (_difference(name, same.get(name), theirs.get(name)) for name in names)
@@ -189,7 +220,10 @@ def _compilers(target: Target) -> dict[str, str]:
     if target.device.platform == "tpu":
         packages.append("libtpu")
     if not target.is_accelerator:
-        kind["the processor's features"] = processor_features()
+        # Machine code: instructions that a processor lacks would end the process. Where they are
+        # not known, the machine itself stands for them.
+        kind["the system"] = sysconfig.get_platform()
+        kind["the processor's features"] = processor_features() or platform.node()
     return kind | {package: _version(package) for package in packages}
 
 
@@ -198,17 +232,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:  # TPU_LIBRARY_PATH can name a libtpu that is none
         return "not installed"
-
-
-def _code_digest() -> str:
-    digest = hashlib.sha256()
-    for package in _SOURCES:
-        folder = resources.files("jaxserve") / package
-        for file in sorted(folder.iterdir(), key=lambda file: file.name):
-            if file.name.endswith(".py"):
-                digest.update(f"{package}/{file.name}".encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def _fields(values: "DataclassInstance") -> list[tuple[str, str]]:

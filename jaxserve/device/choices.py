@@ -1,6 +1,7 @@
 """What is served and how: a checkpoint, what the user chose, and what the device makes of both."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -108,12 +109,15 @@ class Choices:
         )
 
     def make_plan(
-        self, loaded: LoadedParams, sizes: PoolSizes | None = None
+        self,
+        loaded: LoadedParams,
+        sizes: PoolSizes | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> tuple[DevicePlan, MemoryBudget]:
         """Size the page pools, then choose the buckets; refuse what does not fit, with the table.
 
         `sizes` are those that there is a bundle for. None: what the device's memory allows, for
-        which an accelerator's largest programs are compiled.
+        which an accelerator's largest programs are compiled; `progress` gets (done, total) of them.
 
         Raises:
             ConfigError: it does not fit the device.
@@ -126,7 +130,7 @@ class Choices:
             limit_bytes = int(limit_bytes * DEVICE_FRACTION)
         if sizes is None:
             used_bytes = loaded.num_bytes + state_bytes
-            sizes = self._pool_sizes(loaded, limit_bytes, used_bytes)
+            sizes = self._pool_sizes(loaded, limit_bytes, used_bytes, progress)
         budget = MemoryBudget(
             limit_bytes=limit_bytes,
             weight_bytes=loaded.num_bytes,
@@ -203,7 +207,11 @@ class Choices:
         )
 
     def _pool_sizes(
-        self, loaded: LoadedParams, limit_bytes: int | None, used_bytes: int
+        self,
+        loaded: LoadedParams,
+        limit_bytes: int | None,
+        used_bytes: int,
+        progress: Callable[[int, int], None],
     ) -> PoolSizes:
         """Return what the device leaves for pages; on a CPU, what it is to leave."""
         asked_bytes = self.options.kv_cache_bytes
@@ -212,18 +220,20 @@ class Choices:
         # What a program needs beside its arguments does not depend on the pool's size.
         num_pages = pages_for(self._longest) + 1
         probe = self._plan(num_pages, num_pages, self._longest)
-        temp_bytes = self._probe_temp_bytes(probe, loaded)
+        temp_bytes = self._probe_temp_bytes(probe, loaded, progress)
         free_bytes = limit_bytes - used_bytes - temp_bytes
         return PoolSizes(kv_bytes=asked_bytes or free_bytes, temp_bytes=temp_bytes)
 
-    def _probe_temp_bytes(self, plan: DevicePlan, loaded: LoadedParams) -> int:
+    def _probe_temp_bytes(
+        self, plan: DevicePlan, loaded: LoadedParams, progress: Callable[[int, int], None]
+    ) -> int:
         """Compile the largest of each kind of program, and return what they need most."""
         largest: dict[object, StepProgram] = {}
         for shape in step_programs(plan):  # the largest first
             kind = shape.scores if isinstance(shape, ExtendShape) else type(shape)
             largest.setdefault(kind, shape)
         lower = lowerings(plan, self.config, loaded.params, self.target.sharding)
-        probes = compile_all({s: lower[s] for s in largest.values()}, lambda done, total: None)
+        probes = compile_all({s: lower[s] for s in largest.values()}, progress)
         return max_temp_bytes(probes.values())
 
 

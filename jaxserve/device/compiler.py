@@ -27,15 +27,24 @@ def use_compile_cache(folder: Path) -> None:
     Raises:
         ConfigError: nothing can be written there, which JAX would only warn of.
     """
+    make_writable(folder, "--compile-cache")
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def make_writable(folder: Path, flag: str) -> None:
+    """Make a folder, or try whether it can be written to, before minutes are spent for it.
+
+    Raises:
+        ConfigError: it cannot; names the flag.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ConfigError(f"--compile-cache {folder} cannot be used: {error}") from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        raise ConfigError(f"{flag} {folder} cannot be used: {error}") from error
 
 
 def compile_all(

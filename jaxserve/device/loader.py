@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ import jax
 
 from jaxserve.device.bundle import Bundle, identity, read_bundle, write_bundle
 from jaxserve.device.choices import Choices, LoadOptions
-from jaxserve.device.compiler import compile_all, max_temp_bytes
+from jaxserve.device.compiler import compile_all, make_writable, max_temp_bytes
 from jaxserve.device.memory import MemoryBudget, PoolSizes
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.runner import ModelRunner, StepProgram, lowerings
@@ -24,6 +25,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.key_balance import balance_keys
 from jaxserve.models.params import Params
 from jaxserve.models.weights import LoadedParams
+from jaxserve.progress import Phases
 
 logger = logging.getLogger(__name__)
 
@@ -38,45 +40,51 @@ class LoadedModel:
     Attributes:
         head_dtype: of the table of token embeddings.
         warm_up_s: what its programs took when they were warmed up.
-        phases_s: what the parts of the start took, by what they did.
     """
 
     config: ModelConfig
     runner: ModelRunner
     head_dtype: str
     warm_up_s: dict[StepProgram, float]
-    phases_s: dict[str, float]
 
 
 def load_model(
-    folder: Path, options: LoadOptions, progress: Progress, bundle_folder: Path | None = None
+    folder: Path,
+    options: LoadOptions,
+    progress: Progress,
+    bundle_folder: Path | None = None,
+    phases: Phases | None = None,
 ) -> LoadedModel:
     """Load a checkpoint, and compile all that serving it needs or load it from a bundle.
+
+    `phases` gets what the parts of it took.
 
     Raises:
         ConfigError: an option is out of range, what is asked for does not fit the device, or there
             is no device.
         ModelLoadError: the checkpoint cannot be served.
     """
-    started_s = time.perf_counter()
+    phases = phases or Phases(time.perf_counter())
     target = find_target()
+    phases.end("opening the device")
     choices = Choices.make(folder, options, target)
     loaded = choices.open().load(lambda done, total: progress("loading", done, total))
     if choices.kv_dtype == "int8":
         loaded = replace(loaded, params=balance_keys(loaded.params, choices.config))
-    loaded_s = time.perf_counter()
+    phases.end("loading weights")
     bundle = None
     if bundle_folder is not None:
         bundle = read_bundle(bundle_folder, identity(target, choices.config, options, loaded))
-    plan, budget, bundle = _make_plan(choices, loaded, bundle)
+    plan, budget, bundle = _make_plan(choices, loaded, bundle, progress)
+    phases.end("planning memory")
     lower = lowerings(plan, choices.config, loaded.params, target.sharding)
     ready = bundle.load(lower, target.device) if bundle is not None else {}
-    read_s = time.perf_counter()
+    phases.end("loading programs")
     compiled = compile_all(
         {program: make for program, make in lower.items() if program not in ready},
         lambda done, total: progress("compiling", done, total),
     )
-    compiled_s = time.perf_counter()
+    phases.end("compiling programs")
     temp_bytes = max_temp_bytes(compiled.values())
     if bundle is not None:
         temp_bytes = max(temp_bytes, bundle.sizes.temp_bytes)
@@ -85,6 +93,7 @@ def load_model(
     budget.check(plan.max_model_len)
     runner = ModelRunner(loaded.params, choices.config, plan, ready | compiled)
     warm_up_s = runner.warm_up(lambda done, total: progress("warming", done, total))
+    phases.end("warming up")
     logger.info(
         "%s on %s (%s%s, KV %s, attention by %s): %d programs from the bundle, %d compiled or read"
         " from the cache",
@@ -102,12 +111,6 @@ def load_model(
         runner=runner,
         head_dtype="int8" if "embedding" in loaded.packed_uses else choices.dtype,
         warm_up_s=warm_up_s,
-        phases_s={
-            "loading weights": loaded_s - started_s,
-            "loading programs": read_s - loaded_s,
-            "compiling programs": compiled_s - read_s,
-            "warming up": time.perf_counter() - compiled_s,
-        },
     )
 
 
@@ -118,6 +121,8 @@ def compile_bundle(
 
     Returns the number of programs and their bytes. Raises what load_model does.
     """
+    make_writable(out, "--out")
+    compiling = partial(progress, "compiling")
     choices = Choices.make(folder, options, target)
     loaded = choices.open().describe()
     placed: Params = jax.tree.map(
@@ -125,11 +130,8 @@ def compile_bundle(
         loaded.params,
     )
     loaded = replace(loaded, params=placed)
-    plan, budget = choices.make_plan(loaded)
-    compiled = compile_all(
-        lowerings(plan, choices.config, placed, target.sharding),
-        lambda done, total: progress("compiling", done, total),
-    )
+    plan, budget = choices.make_plan(loaded, progress=compiling)
+    compiled = compile_all(lowerings(plan, choices.config, placed, target.sharding), compiling)
     budget = replace(budget, temp_bytes=max_temp_bytes(compiled.values()))
     logger.info("memory:\n%s", budget.table(plan.max_model_len))
     budget.check(plan.max_model_len)
@@ -139,7 +141,7 @@ def compile_bundle(
 
 
 def _make_plan(
-    choices: Choices, loaded: LoadedParams, bundle: Bundle | None
+    choices: Choices, loaded: LoadedParams, bundle: Bundle | None, progress: Progress
 ) -> tuple[DevicePlan, MemoryBudget, Bundle | None]:
     """Plan for a bundle's pools; one whose pools do not fit is dropped, and the log says so."""
     if bundle is not None:
@@ -147,4 +149,5 @@ def _make_plan(
             return *choices.make_plan(loaded, bundle.sizes), bundle
         except ConfigError as error:
             bundle.warn_unused(str(error))
-    return *choices.make_plan(loaded), None
+    compiling = partial(progress, "compiling")
+    return *choices.make_plan(loaded, progress=compiling), None

@@ -16,6 +16,7 @@ from jaxserve.device.loader import LoadedModel, compile_bundle, load_model
 from jaxserve.device.memory import PoolSizes
 from jaxserve.device.runner import Program, name_of
 from jaxserve.device.targets import Target, find_target
+from jaxserve.errors import ConfigError
 from jaxserve.models.registry import load_config
 from tests import oracle
 from tests.checkpoints import make_checkpoint, read_tensors
@@ -50,6 +51,14 @@ def bundle(checkpoint: Path, compile_fast: None) -> Path:
     count, _ = compile_bundle(checkpoint, OPTIONS, find_target(), folder, ignore)
     assert count == len(list(folder.glob("*.program"))) == 7
     return folder
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"--out .*file cannot be used"):
+        compile_bundle(tmp_path / "no model", OPTIONS, find_target(), tmp_path / "file", ignore)
 
 
 def ignore(phase: str, done: int, total: int) -> None:

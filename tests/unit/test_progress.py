@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from jaxserve.progress import Progress
+from jaxserve.progress import Phases, Progress
 
 
 class Terminal(io.StringIO):
@@ -32,3 +32,11 @@ def test_elsewhere_each_tenth_is_logged(caplog: pytest.LogCaptureFixture) -> Non
     assert [record.getMessage() for record in caplog.records] == [
         f"working: {percent} %" for percent in range(10, 101, 10)
     ]
+
+
+def test_phases_leave_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    phases = Phases(started_s=10.0)
+    for now_s, name in ((11.0, "one"), (11.5, "two"), (14.0, "three")):
+        monkeypatch.setattr("time.perf_counter", lambda now_s=now_s: now_s)
+        phases.end(name)
+    assert phases.seconds == {"one": 1.0, "two": 0.5, "three": 2.5}

@@ -1,5 +1,6 @@
 """When a bundle of programs is used: its identity, and what damage does."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import PROGRAM_FLAGS
+from jaxserve.device import targets
 from jaxserve.device.bundle import MANIFEST, Bundle, identity, read_bundle, write_bundle
 from jaxserve.device.choices import Choices, LoadOptions
 from jaxserve.device.memory import PoolSizes
@@ -118,6 +120,44 @@ def test_other_flags_of_the_compiler_are_named(
     assert difference(tmp_path, identity_of(), caplog).startswith(f"{variable} is '--other'")
 
 
+def test_other_options_of_jax_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_bundle(tmp_path, identity_of(), SIZES, {})
+    with jax.default_matmul_precision("highest"):
+        told = difference(tmp_path, identity_of(), caplog)
+    assert told == "jax_default_matmul_precision is 'highest', the bundle's is 'None'"
+
+
+@pytest.mark.parametrize(
+    ("features", "told"),
+    [
+        ({"avx2"}, "the processor's features is 'avx2', the bundle's is 'amx_tile avx2'"),
+        # Nobody knows what this one has: only what was compiled here is safe to run.
+        (set(), "the processor's features is 'this-machine', the bundle's is 'amx_tile avx2'"),
+    ],
+)
+def test_a_processor_that_lacks_an_instruction_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    features: set[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr(targets, "_processor_flags", lambda: {"avx2", "amx_tile"})
+    write_bundle(tmp_path, identity_of(), SIZES, {})
+    monkeypatch.setattr(targets, "_processor_flags", lambda: features)
+    monkeypatch.setattr("platform.node", lambda: "this-machine")
+    assert difference(tmp_path, identity_of(), caplog) == told
+
+
+def test_another_system_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_bundle(tmp_path, identity_of(), SIZES, {})
+    monkeypatch.setattr("sysconfig.get_platform", lambda: "macosx-14.0-arm64")
+    told = difference(tmp_path, identity_of(), caplog)
+    assert told.startswith("the system is 'macosx-14.0-arm64', the bundle's is ")
+
+
 def test_another_device_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Chip:
         platform, device_kind = "rocket", "R1"
@@ -141,8 +181,15 @@ def no_digest(manifest: bytes) -> bytes:
     return json.dumps({"same": json.loads(manifest)["same"]}).encode()
 
 
+def other_form(_: bytes) -> bytes:
+    body = {"identity": {}}
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "digest": digest}).encode()
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda text: text[:-5], lambda _: b"", damage_digits, no_object, no_digest]
+    "damage",
+    [lambda text: text[:-5], lambda _: b"", damage_digits, no_object, no_digest, other_form],
 )
 def test_a_damaged_manifest_is_no_bundle(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[bytes], bytes]
