@@ -1,9 +1,13 @@
 """`jaxserve compile`: what serving a model on a device needs, compiled ahead into a folder."""
 
 import logging
+import os
+import signal
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 
 from jaxserve.config import ServeConfig
 from jaxserve.device.choices import LoadOptions
@@ -14,6 +18,8 @@ from jaxserve.progress import Progress
 
 logger = logging.getLogger(__name__)
 
+EXIT_INTERRUPTED = 130
+
 
 def run(config: ServeConfig, target_name: str, out: Path, cache_dir: Path) -> int:
     """Compile for one of config.TARGETS; returns the exit code.
@@ -22,6 +28,7 @@ def run(config: ServeConfig, target_name: str, out: Path, cache_dir: Path) -> in
         ConfigError: what a setting asks for cannot be had, or the target's compiler is missing.
         ModelLoadError: the checkpoint cannot be served.
     """
+    signal.signal(signal.SIGINT, _end_now)
     check_folder(config.model)
     started_s = time.perf_counter()
     target = find_target_by_name(target_name)
@@ -46,3 +53,9 @@ def run(config: ServeConfig, target_name: str, out: Path, cache_dir: Path) -> in
         time.perf_counter() - started_s,
     )
     return 0
+
+
+def _end_now(_: int, __: FrameType | None) -> None:
+    """End the process: the interpreter would wait for what compiles, for minutes."""
+    sys.stderr.write("jaxserve: interrupted\n")
+    os._exit(EXIT_INTERRUPTED)

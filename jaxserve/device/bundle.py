@@ -137,7 +137,7 @@ def code_digest() -> str:
 
 def compiler_flags() -> dict[str, str]:
     """Return what the environment tells the compilers, and JAX of how to compute."""
-    options = {name: str(getattr(jax.config, name)) for name in _JAX_OPTIONS}
+    options = {name: str(getattr(jax.config, name, "")) for name in _JAX_OPTIONS}
     return {name: os.environ.get(name, "") for name in _FLAGS} | options
 
 

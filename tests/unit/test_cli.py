@@ -157,6 +157,34 @@ def test_compile_takes_the_flags_that_shape_programs(monkeypatch: pytest.MonkeyP
     assert len(asked) == 1
 
 
+def test_a_compilation_that_is_interrupted_ends_at_once(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+from jaxserve import cli, compile_command
+
+def compile_bundle(*_):
+    with ThreadPoolExecutor() as pool:
+        compiling = pool.submit(time.sleep, 600)
+        os.kill(os.getpid(), signal.SIGINT)
+        compiling.result()
+
+compile_command.compile_bundle = compile_bundle
+sys.exit(cli.main(sys.argv[1:]))
+"""
+    flags = ["--target", "cpu", "--out", str(tmp_path / "out"), "--model", str(tmp_path)]
+
+    result = subprocess.run(
+        [sys.executable, "-c", script, "compile", *flags],
+        cwd=Path(jaxserve.__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (result.returncode, result.stderr) == (130, "jaxserve: interrupted\n")
+
+
 def test_programs_of_a_folder_that_is_not_there_are_refused() -> None:
     with pytest.raises(ConfigError, match="--programs /nowhere: there is no such folder"):
         app.serve(ServeConfig(programs="/nowhere", port=0), Path("cache"))
