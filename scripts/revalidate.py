@@ -23,6 +23,8 @@ from scripts.revalidate_record import Record
 
 SMALL_BYTES = 8 << 20  # of the small model's device, which is no more than a number
 
+DEVICE_S = 600.0  # what a device may take to say which it is
+
 MAX_GUESSES = 6
 """Questions of a search at a row count that bytes predict; later ones halve what is left."""
 
@@ -205,7 +207,7 @@ def main() -> int:
     arguments = read_arguments(parser)
     stop_on_signals(arguments.out)
     mode: Mode = "estimate" if arguments.estimate else "measure"
-    device = ask_process(mode, None, arguments.case_s)
+    device = ask_process(mode, None, DEVICE_S)
     if "error" in device:
         sys.exit(f"no device answers: {device['error']}")
     model = "small" if mode == "measure" and device["platform"] == "cpu" else "e2b"
