@@ -5,6 +5,7 @@ Weights are synthetic, of a checkpoint's dimensions; the programs and the runner
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -193,7 +194,7 @@ def describe_device(mode: Mode) -> dict[str, Any]:
         device = {"platform": "tpu", "kind": kind, "limit_bytes": V6E_BYTES}
         return {**device, "version": f"libtpu {version('libtpu')}", **made_of}
     found = find_target().device
-    if found.platform == "cpu" and named_platforms() != "cpu":
+    if found.platform == "cpu" and os.environ.get("JAX_PLATFORMS") != "cpu":
         raise ConfigError(
             f"no accelerator was found ({why_no_tpu()}); JAX_PLATFORMS=cpu tries this script on a"
             " small model"
@@ -205,12 +206,6 @@ def describe_device(mode: Mode) -> dict[str, Any]:
         "version": found.client.platform_version,
         **made_of,
     }
-
-
-def named_platforms() -> str | None:
-    """Return what JAX_PLATFORMS says."""
-    platforms: str | None = jax.config.jax_platforms
-    return platforms
 
 
 def why_no_tpu() -> str:

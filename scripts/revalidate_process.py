@@ -56,7 +56,7 @@ def ask_process(
     if process.returncode == 0:
         answer = _read(output)
         return {"error": "the process ended without an answer"} if answer is None else answer
-    sys.stderr.writelines(f"{line}\n" for line in lines)
+    sys.stderr.writelines(f"{line}\n" for line in lines[:-1])  # the last is in the answer
     return {"error": ": ".join([_how_ended(process.returncode), *lines[-1:]])}
 
 

@@ -421,12 +421,13 @@ def test_a_cpu_has_to_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(device=Cpu(), memory_bytes=1)
     monkeypatch.setattr(revalidate_one, "find_target", lambda: target)
     monkeypatch.setattr(revalidate_one, "why_no_tpu", lambda: "in use by process 7")
-    monkeypatch.setattr(revalidate_one, "named_platforms", lambda: None)
+    monkeypatch.delenv("JAX_PLATFORMS")
     with pytest.raises(ConfigError, match=r"no accelerator was found \(in use by process 7\); JAX"):
         describe_device("measure")
 
 
-def test_a_device_is_described_with_what_compiles_for_it() -> None:
+def test_a_device_is_described_with_what_compiles_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     device = describe_device("measure")
     assert device["kind"] == find_target().device.device_kind
     assert {"limit_bytes", "version", "jax", "code", "XLA_FLAGS"} <= set(device)

@@ -148,7 +148,7 @@ def test_a_bundle_whose_pools_do_not_fit_is_not_used(
     loaded = choices.open().describe()
     large = PoolSizes(kv_bytes=2 << 30, temp_bytes=0)
     plan, budget, bundle = loader._make_plan(
-        choices, loaded, Bundle(folder=tmp_path, sizes=large, digests={})
+        choices, loaded, Bundle(folder=tmp_path, sizes=large, digests={}), ignore
     )
     assert bundle is None
     assert budget.kv_bytes == OPTIONS.kv_cache_bytes

@@ -182,7 +182,7 @@ def no_digest(manifest: bytes) -> bytes:
 
 
 def other_form(_: bytes) -> bytes:
-    body = {"identity": {}}
+    body: dict[str, object] = {"identity": {}}
     digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
     return json.dumps({**body, "digest": digest}).encode()
 
