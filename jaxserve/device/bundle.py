@@ -51,6 +51,8 @@ _JAX_OPTIONS = (
 )
 """Those of JAX's that change what a program computes."""
 
+_FEATURES = "the processor's features"
+
 _SHOWN = 60
 
 
@@ -223,7 +225,7 @@ def _compilers(target: Target) -> dict[str, str]:
         # Machine code: instructions that a processor lacks would end the process. Where they are
         # not known, the machine itself stands for them.
         kind["the system"] = sysconfig.get_platform()
-        kind["the processor's features"] = processor_features() or platform.node()
+        kind[_FEATURES] = processor_features() or platform.node()
     return kind | {package: _version(package) for package in packages}
 
 
@@ -257,6 +259,12 @@ def _digest_of(body: object) -> str:
 
 def _difference(name: str, here: str | None, theirs: str | None) -> str:
     """Say how two values differ; long ones from a little before where they do."""
+    if name == _FEATURES and here is not None and theirs is not None:
+        ours, others = set(here.split()), set(theirs.split())
+        theirs_alone, ours_alone = (
+            " ".join(sorted(some)) or "nothing" for some in (others - ours, ours - others)
+        )
+        return f"{name}: the bundle's alone have {theirs_alone}, those here alone {ours_alone}"
     pairs = enumerate(zip_longest(here or "", theirs or ""))
     start = max(0, next(i for i, (a, b) in pairs if a != b) - _SHOWN // 2)
 

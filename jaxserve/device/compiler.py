@@ -5,13 +5,15 @@ by accident; the listener is there to prove it.
 """
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TypeVar
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
 
 from jaxserve.errors import ConfigError
@@ -31,6 +33,26 @@ def use_compile_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@contextmanager
+def without_compile_cache() -> Iterator[None]:
+    """Compile what is to be serialized here: a CPU's programs lose parts of theirs otherwise.
+
+    JAX serializes one that was read from its cache without functions that it calls, and running it
+    fails ("Function … not found").
+    """
+    was_enabled: bool = jax.config.jax_enable_compilation_cache
+    _enable_compile_cache(False)
+    try:
+        yield
+    finally:
+        _enable_compile_cache(was_enabled)
+
+
+def _enable_compile_cache(is_enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    compilation_cache.reset_cache()  # it asks once
 
 
 def make_writable(folder: Path, flag: str) -> None:

@@ -15,7 +15,12 @@ import jax
 
 from jaxserve.device.bundle import Bundle, identity, read_bundle, write_bundle
 from jaxserve.device.choices import Choices, LoadOptions
-from jaxserve.device.compiler import compile_all, make_writable, max_temp_bytes
+from jaxserve.device.compiler import (
+    compile_all,
+    make_writable,
+    max_temp_bytes,
+    without_compile_cache,
+)
 from jaxserve.device.memory import MemoryBudget, PoolSizes
 from jaxserve.device.plan import DevicePlan
 from jaxserve.device.runner import ModelRunner, StepProgram, lowerings
@@ -130,8 +135,9 @@ def compile_bundle(
         loaded.params,
     )
     loaded = replace(loaded, params=placed)
-    plan, budget = choices.make_plan(loaded, progress=compiling)
-    compiled = compile_all(lowerings(plan, choices.config, placed, target.sharding), compiling)
+    with without_compile_cache():
+        plan, budget = choices.make_plan(loaded, progress=compiling)
+        compiled = compile_all(lowerings(plan, choices.config, placed, target.sharding), compiling)
     budget = replace(budget, temp_bytes=max_temp_bytes(compiled.values()))
     logger.info("memory:\n%s", budget.table(plan.max_model_len))
     budget.check(plan.max_model_len)

@@ -61,6 +61,21 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
         compile_bundle(tmp_path / "no model", OPTIONS, find_target(), tmp_path / "file", ignore)
 
 
+def test_programs_of_a_bundle_do_not_come_from_the_compile_cache(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[bool] = []
+
+    def compile_all(lower: dict[Program, object], progress: object) -> dict[Program, object]:
+        used.append(jax.config.jax_enable_compilation_cache)
+        return {}
+
+    monkeypatch.setattr(loader, "compile_all", compile_all)
+    compile_bundle(checkpoint, OPTIONS, find_target(), tmp_path / "bundle", ignore)
+    assert used == [False]
+    assert jax.config.jax_enable_compilation_cache
+
+
 def ignore(phase: str, done: int, total: int) -> None:
     pass
 

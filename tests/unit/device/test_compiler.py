@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.stages import Lowered
 
-from jaxserve.device.compiler import compile_all, max_temp_bytes, on_compile, use_compile_cache
+from jaxserve.device.compiler import (
+    compile_all,
+    max_temp_bytes,
+    on_compile,
+    use_compile_cache,
+    without_compile_cache,
+)
 
 
 def lower_sum_of_squares(size: int) -> Lowered:
@@ -98,3 +105,24 @@ def test_compiled_programs_are_kept_in_the_folder(compile_cache: Path) -> None:
 
     assert any(name.startswith("jit_") for name in kept)
     assert sorted(path.name for path in (compile_cache / "compiled").iterdir()) == kept
+
+
+def test_what_is_serialized_does_not_come_from_the_compile_cache(compile_cache: Path) -> None:
+    def sums(x_BD: jax.Array) -> jax.Array:
+        # One of the operations whose functions JAX leaves out of what it read from its cache.
+        return jnp.cumsum(jnp.tanh(x_BD @ x_BD), axis=-1)
+
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    use_compile_cache(compile_cache)
+    jax.jit(sums).lower(shape).compile()
+    cached = {path.name for path in compile_cache.iterdir()}
+    assert cached
+    jax.clear_caches()
+
+    with without_compile_cache():
+        serialized, *trees = serialize(jax.jit(sums).lower(shape).compile())
+
+    assert {path.name for path in compile_cache.iterdir()} == cached
+    loaded = deserialize_and_load(serialized, *trees, execution_devices=jax.devices()[:1])
+    ones_BD = np.ones((64, 64), np.float32)
+    np.testing.assert_array_equal(loaded(ones_BD), jax.jit(sums)(ones_BD))
