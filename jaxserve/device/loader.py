@@ -135,6 +135,7 @@ def compile_bundle(
         loaded.params,
     )
     loaded = replace(loaded, params=placed)
+    same = identity(target, choices.config, options, loaded)  # of the source as it is now
     with without_compile_cache():
         plan, budget = choices.make_plan(loaded, progress=compiling)
         compiled = compile_all(lowerings(plan, choices.config, placed, target.sharding), compiling)
@@ -142,7 +143,6 @@ def compile_bundle(
     logger.info("memory:\n%s", budget.table(plan.max_model_len))
     budget.check(plan.max_model_len)
     sizes = PoolSizes(kv_bytes=budget.kv_bytes, temp_bytes=budget.temp_bytes)
-    same = identity(target, choices.config, options, loaded)
     return len(compiled), write_bundle(out, same, sizes, compiled)
 
 
