@@ -21,7 +21,7 @@ from jax import lax
 from jax.stages import Lowered
 
 from jaxserve.device.buckets import ExtendChunk
-from jaxserve.device.bundle import code_digest, compiler_flags
+from jaxserve.device.bundle_identity import code_digest, compiler_flags
 from jaxserve.device.plan import DevicePlan, pages_for
 from jaxserve.device.runner import (
     ModelRunner,

@@ -9,51 +9,29 @@ import json
 import logging
 import os
 import pickle
-import platform
-import sysconfig
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
-from importlib import metadata, resources
-from itertools import zip_longest
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.stages import Compiled
 
-from jaxserve import __version__
+from jaxserve.device.bundle_identity import difference
+from jaxserve.device.compiler import max_temp_bytes
 from jaxserve.device.memory import PoolSizes
 from jaxserve.device.runner import Program, name_of
-from jaxserve.device.targets import Target, processor_features
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.weights import LoadedParams
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
-FORMAT = "1"
-
-_SOURCES = ("device", "kernels", "models")
-"""The packages whose code programs are made of."""
-
-_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-_JAX_OPTIONS = (
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_enable_x64",
-    "jax_threefry_partitionable",
-)
-"""Those of JAX's that change what a program computes."""
-
-_FEATURES = "the processor's features"
-
-_SHOWN = 60
+BEGUN = "begun"
+"""The folder of programs whose bundle is not complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,82 +81,100 @@ class _BundleError(Exception):
     """Something of a bundle cannot be used."""
 
 
-def identity(
-    target: Target, config: ModelConfig, options: "DataclassInstance", loaded: LoadedParams
-) -> dict[str, str]:
-    """Name what must be the same for a program to be the one that would be compiled.
+class BundleWriter:
+    """Writes programs into a folder, where they replace its bundle once all are there.
 
-    `options` are LoadOptions, each called by its flag.
+    Until then they are in a folder within that; a later writer of the same identity goes on from
+    them. Each call may raise ConfigError: they cannot be written.
     """
-    leaves = [(leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(loaded.params)]
-    form = f"{jax.tree.structure(loaded.params)} {leaves}"
-    return {
-        "the bundle's format": FORMAT,
-        "jaxserve": __version__,
-        "jaxserve's code": code_digest(),
-        **_compilers(target),
-        **compiler_flags(),
-        **{f"--{name.replace('_', '-')}": value for name, value in _fields(options)},
-        **{f"the model's {name}": value for name, value in _fields(config)},
-        "what is packed": ", ".join(loaded.packed) or "nothing",
-        "the weights' form": _digest(form.encode())[:16],
-    }
 
+    def __init__(self, folder: Path, same: Mapping[str, str]) -> None:
+        """`same` is the programs' identity."""
+        self._folder, self._begun = folder, folder / BEGUN
+        self._body: dict[str, Any] = {"same": dict(same), "programs": {}}
+        with _writing():
+            if not self._goes_on():
+                shutil.rmtree(self._begun, ignore_errors=True)
+                self._begun.mkdir(parents=True)
 
-def code_digest() -> str:
-    """Return what changes with the source that programs are made of."""
-    digest = hashlib.sha256()
-    for package in _SOURCES:
-        folder = resources.files("jaxserve") / package
-        for file in sorted(folder.iterdir(), key=lambda file: file.name):
-            if file.name.endswith(".py"):
-                digest.update(f"{package}/{file.name}".encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    @property
+    def sizes(self) -> PoolSizes | None:
+        """What the programs are planned for, if an earlier writer has said so."""
+        if "kv_bytes" not in self._body:
+            return None
+        return PoolSizes(kv_bytes=self._body["kv_bytes"], temp_bytes=self._body["temp_bytes"])
 
+    @property
+    def temp_bytes(self) -> int:
+        """Most that one of them needs beside its arguments and results."""
+        temp_bytes: int = self._body["temp_bytes"]
+        return temp_bytes
 
-def compiler_flags() -> dict[str, str]:
-    """Return what the environment tells the compilers, and JAX of how to compute."""
-    options = {name: str(getattr(jax.config, name, "")) for name in _JAX_OPTIONS}
-    return {name: os.environ.get(name, "") for name in _FLAGS} | options
+    def plan(self, sizes: PoolSizes) -> None:
+        """Say what the programs will be planned for."""
+        self._body |= {"kv_bytes": sizes.kv_bytes, "temp_bytes": sizes.temp_bytes}
+        self._save(self._begun)
 
+    def __contains__(self, program: Program) -> bool:
+        return name_of(program) in self._body["programs"]
 
-def write_bundle(
-    folder: Path,
-    same: Mapping[str, str],
-    sizes: PoolSizes,
-    programs: Mapping[Program, Compiled],
-) -> int:
-    """Write programs into a folder, in place of those it has; returns the bytes written.
+    def add(self, program: Program, compiled: Compiled) -> None:
+        """Keep a program, from now on whatever happens."""
+        content = pickle.dumps(serialize(compiled))
+        with _writing():
+            _file(self._begun, name_of(program)).write_bytes(content)
+        self._body["programs"][name_of(program)] = _digest(content)
+        self._body["temp_bytes"] = max(self._body["temp_bytes"], max_temp_bytes([compiled]))
+        self._save(self._begun)
 
-    `same` is their identity.
+    def finish(self) -> tuple[int, int]:
+        """Put the programs in place of those that the folder has; returns their number and bytes.
 
-    Raises:
-        ConfigError: they cannot be written there.
-    """
-    digests, num_bytes = {}, 0
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # First, so that what an end halfway leaves is no bundle.
-        (folder / MANIFEST).unlink(missing_ok=True)
-        for old in folder.glob("*.program"):
-            old.unlink()
-        for program, compiled in programs.items():
-            content = pickle.dumps(serialize(compiled))
-            _file(folder, name_of(program)).write_bytes(content)
-            digests[name_of(program)] = _digest(content)
-            num_bytes += len(content)
-        body = {
-            "same": dict(same),
-            "kv_bytes": sizes.kv_bytes,
-            "temp_bytes": sizes.temp_bytes,
-            "programs": digests,
+        An end halfway leaves no bundle: the manifest goes first and comes last.
+        """
+        names, num_bytes = self._body["programs"], 0
+        with _writing():
+            (self._folder / MANIFEST).unlink(missing_ok=True)
+            for old in self._folder.glob("*.program"):
+                old.unlink()
+            for name in names:
+                moved = _file(self._begun, name).rename(_file(self._folder, name))
+                num_bytes += moved.stat().st_size
+        self._save(self._folder)
+        with _writing():
+            shutil.rmtree(self._begun)
+        return len(names), num_bytes
+
+    def _goes_on(self) -> bool:
+        """Take over what an earlier writer has left."""
+        try:
+            body = _read_manifest(self._begun)
+        except _BundleError:
+            return False
+        if body.get("same") != self._body["same"]:
+            return False
+        whole = {
+            name: digest
+            for name, digest in body["programs"].items()
+            if (file := _file(self._begun, name)).exists() and _digest(file.read_bytes()) == digest
         }
-        manifest = {**body, "digest": _digest_of(body)}
-        (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        self._body = {**body, "programs": whole}
+        return True
+
+    def _save(self, folder: Path) -> None:
+        manifest = {**self._body, "digest": _digest_of(self._body)}
+        with _writing():
+            partial = folder / f"{MANIFEST}.partial"
+            partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            partial.replace(folder / MANIFEST)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"the bundle cannot be written: {error}") from error
-    return num_bytes
 
 
 def read_bundle(folder: Path, same: Mapping[str, str]) -> Bundle | None:
@@ -190,7 +186,7 @@ def read_bundle(folder: Path, same: Mapping[str, str]) -> Bundle | None:
             raise _BundleError(f"its {MANIFEST} is damaged")
         names = [name for name in {**same, **theirs} if same.get(name) != theirs.get(name)]
         if names:
-            differences = (_difference(name, same.get(name), theirs.get(name)) for name in names)
+            differences = (difference(name, same.get(name), theirs.get(name)) for name in names)
             raise _BundleError("; ".join(differences))
     except _BundleError as error:
         _warn_unused(folder, str(error))
@@ -215,36 +211,6 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _compilers(target: Target) -> dict[str, str]:
-    """Name the device and the versions of what compiles for it."""
-    packages = ["jax", "jaxlib"]
-    kind = {"the device": f"{target.device.platform}, {target.device.device_kind}"}
-    if target.device.platform == "tpu":
-        packages.append("libtpu")
-    if not target.is_accelerator:
-        # Machine code: instructions that a processor lacks would end the process. Where they are
-        # not known, the machine itself stands for them.
-        kind["the system"] = sysconfig.get_platform()
-        kind[_FEATURES] = processor_features() or platform.node()
-    return kind | {package: _version(package) for package in packages}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # TPU_LIBRARY_PATH can name a libtpu that is none
-        return "not installed"
-
-
-def _fields(values: "DataclassInstance") -> list[tuple[str, str]]:
-    """Return a dataclass's fields as text; of sets in one order."""
-    texts = []
-    for field in fields(values):
-        value = getattr(values, field.name)
-        texts.append((field.name, str(sorted(value) if isinstance(value, frozenset) else value)))
-    return texts
-
-
 def _file(folder: Path, name: str) -> Path:
     return folder / f"{name}.program"
 
@@ -255,24 +221,3 @@ def _digest(content: bytes) -> str:
 
 def _digest_of(body: object) -> str:
     return _digest(json.dumps(body, sort_keys=True).encode())
-
-
-def _difference(name: str, here: str | None, theirs: str | None) -> str:
-    """Say how two values differ; long ones from a little before where they do."""
-    if name == _FEATURES and here is not None and theirs is not None:
-        ours, others = set(here.split()), set(theirs.split())
-        theirs_alone, ours_alone = (
-            " ".join(sorted(some)) or "nothing" for some in (others - ours, ours - others)
-        )
-        return f"{name}: the bundle's alone have {theirs_alone}, those here alone {ours_alone}"
-    pairs = enumerate(zip_longest(here or "", theirs or ""))
-    start = max(0, next(i for i, (a, b) in pairs if a != b) - _SHOWN // 2)
-
-    def shown(value: str | None) -> str:
-        if value is None:
-            return "absent"
-        if len(value) <= _SHOWN:
-            return repr(value)
-        return repr("…" * (start > 0) + value[start : start + _SHOWN] + "…")
-
-    return f"{name} is {shown(here)}, the bundle's is {shown(theirs)}"

@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError
 
 Key = TypeVar("Key", bound=Hashable)
 
+_CACHE_OPTION = "jax_enable_compilation_cache"
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
@@ -42,7 +43,7 @@ def without_compile_cache() -> Iterator[None]:
     JAX serializes one that was read from its cache without functions that it calls, and running it
     fails ("Function … not found").
     """
-    was_enabled: bool = jax.config.jax_enable_compilation_cache
+    was_enabled: bool = getattr(jax.config, _CACHE_OPTION)
     _enable_compile_cache(False)
     try:
         yield
@@ -51,7 +52,7 @@ def without_compile_cache() -> Iterator[None]:
 
 
 def _enable_compile_cache(is_enabled: bool) -> None:
-    jax.config.update("jax_enable_compilation_cache", is_enabled)
+    jax.config.update(_CACHE_OPTION, is_enabled)
     compilation_cache.reset_cache()  # it asks once
 
 
@@ -70,9 +71,14 @@ def make_writable(folder: Path, flag: str) -> None:
 
 
 def compile_all(
-    lower: Mapping[Key, Callable[[], Lowered]], progress: Callable[[int, int], None]
+    lower: Mapping[Key, Callable[[], Lowered]],
+    progress: Callable[[int, int], None],
+    keep: Callable[[Key, Compiled], None] = lambda key, program: None,
 ) -> dict[Key, Compiled]:
-    """Lower and compile every program, on all cores; `progress` gets (done, total)."""
+    """Lower and compile every program, on all cores.
+
+    `progress` gets (done, total), and `keep` each program as soon as it is compiled.
+    """
     programs: dict[Key, Compiled] = {}
     if not lower:
         return programs
@@ -82,6 +88,7 @@ def compile_all(
         try:
             for future in as_completed(futures):
                 programs[futures[future]] = future.result()
+                keep(futures[future], future.result())
                 progress(len(programs), len(lower))
         except BaseException:  # raised again, without waiting for what has not begun
             pool.shutdown(cancel_futures=True)

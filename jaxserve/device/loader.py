@@ -13,7 +13,8 @@ from typing import Literal
 
 import jax
 
-from jaxserve.device.bundle import Bundle, identity, read_bundle, write_bundle
+from jaxserve.device.bundle import Bundle, BundleWriter, read_bundle
+from jaxserve.device.bundle_identity import identity
 from jaxserve.device.choices import Choices, LoadOptions
 from jaxserve.device.compiler import (
     compile_all,
@@ -124,6 +125,7 @@ def compile_bundle(
 ) -> tuple[int, int]:
     """Compile all that serving a checkpoint on a device needs, for shapes alone, into a bundle.
 
+    Each program is kept as soon as it is compiled: the next call goes on where one has ended.
     Returns the number of programs and their bytes. Raises what load_model does.
     """
     make_writable(out, "--out")
@@ -136,14 +138,21 @@ def compile_bundle(
     )
     loaded = replace(loaded, params=placed)
     same = identity(target, choices.config, options, loaded)  # of the source as it is now
+    writer = BundleWriter(out, same)
     with without_compile_cache():
-        plan, budget = choices.make_plan(loaded, progress=compiling)
-        compiled = compile_all(lowerings(plan, choices.config, placed, target.sharding), compiling)
-    budget = replace(budget, temp_bytes=max_temp_bytes(compiled.values()))
+        plan, budget = choices.make_plan(loaded, writer.sizes, compiling)
+        writer.plan(PoolSizes(kv_bytes=budget.kv_bytes, temp_bytes=budget.temp_bytes))
+        lower = lowerings(plan, choices.config, placed, target.sharding)
+        missing = {program: make for program, make in lower.items() if program not in writer}
+        if len(missing) < len(lower):
+            logger.info(
+                "going on: %d of %d programs are there", len(lower) - len(missing), len(lower)
+            )
+        compile_all(missing, compiling, writer.add)
+    budget = replace(budget, temp_bytes=writer.temp_bytes)
     logger.info("memory:\n%s", budget.table(plan.max_model_len))
     budget.check(plan.max_model_len)
-    sizes = PoolSizes(kv_bytes=budget.kv_bytes, temp_bytes=budget.temp_bytes)
-    return len(compiled), write_bundle(out, same, sizes, compiled)
+    return writer.finish()
 
 
 def _make_plan(

@@ -14,7 +14,8 @@ import pytest
 
 from jaxserve.config import PROGRAM_FLAGS
 from jaxserve.device import targets
-from jaxserve.device.bundle import MANIFEST, Bundle, identity, read_bundle, write_bundle
+from jaxserve.device.bundle import BEGUN, MANIFEST, Bundle, BundleWriter, read_bundle
+from jaxserve.device.bundle_identity import identity
 from jaxserve.device.choices import Choices, LoadOptions
 from jaxserve.device.memory import PoolSizes
 from jaxserve.device.runner import Program
@@ -34,6 +35,19 @@ OPTIONS = LoadOptions(
     kv_cache_bytes=None,
     tokens_per_resume_point=64,
 )
+
+
+def write_bundle(
+    folder: Path,
+    same: dict[str, str],
+    sizes: PoolSizes,
+    programs: dict[Program, jax.stages.Compiled],
+) -> None:
+    writer = BundleWriter(folder, same)
+    writer.plan(sizes)
+    for program, compiled in programs.items():
+        writer.add(program, compiled)
+    assert writer.finish()[0] == len(programs)
 
 
 def identity_of(options: LoadOptions = OPTIONS, target: Target | None = None) -> dict[str, str]:
@@ -256,10 +270,55 @@ def test_a_bundle_replaces_the_one_before(
     assert [path.name for path in folder.iterdir()] == [MANIFEST]
 
 
+def test_a_writer_goes_on_from_what_another_left(
+    written: tuple[Path, dict[Program, jax.stages.Compiled]],
+) -> None:
+    folder, programs = written
+    same = {"--max-batch": "3"}
+    first = BundleWriter(folder, same)
+    assert first.sizes is None
+    first.plan(SIZES)
+    for program in ("copy_pages", "write_table"):
+        first.add(program, programs["allocate"])
+    (folder / BEGUN / "write_table.program").write_bytes(b"cut off")
+    # What was there before still is.
+    assert read_bundle(folder, {}) is not None
+
+    second = BundleWriter(folder, same)
+    assert second.sizes == SIZES
+    assert "copy_pages" in second
+    assert "write_table" not in second
+    second.plan(SIZES)
+    second.add("allocate", programs["allocate"])
+    count, num_bytes = second.finish()
+
+    bundle = read_bundle(folder, same)
+    assert bundle is not None
+    assert set(bundle.digests) == {"allocate", "copy_pages"}
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert set(files) == {MANIFEST, "allocate.program", "copy_pages.program"}
+    assert (count, num_bytes) == (2, sum(files.values()) - files[MANIFEST])
+    assert set(bundle.load(programs, jax.devices()[0])) == set(programs)
+
+
+def test_a_writer_of_another_identity_begins_anew(
+    written: tuple[Path, dict[Program, jax.stages.Compiled]],
+) -> None:
+    folder, programs = written
+    first = BundleWriter(folder, {"--max-batch": "3"})
+    first.plan(SIZES)
+    first.add("copy_pages", programs["allocate"])
+
+    second = BundleWriter(folder, {"--max-batch": "4"})
+    assert second.sizes is None
+    assert "copy_pages" not in second
+    assert list((folder / BEGUN).iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_bundle(tmp_path / "file", {}, SIZES, {})
+        BundleWriter(tmp_path / "file", {})
 
 
 def test_a_target_whose_compiler_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

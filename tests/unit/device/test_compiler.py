@@ -120,9 +120,11 @@ def test_what_is_serialized_does_not_come_from_the_compile_cache(compile_cache: 
     jax.clear_caches()
 
     with without_compile_cache():
-        serialized, *trees = serialize(jax.jit(sums).lower(shape).compile())
+        serialized, in_tree, out_tree = serialize(jax.jit(sums).lower(shape).compile())
 
     assert {path.name for path in compile_cache.iterdir()} == cached
-    loaded = deserialize_and_load(serialized, *trees, execution_devices=jax.devices()[:1])
+    loaded = deserialize_and_load(
+        serialized, in_tree, out_tree, execution_devices=jax.devices()[:1]
+    )
     ones_BD = np.ones((64, 64), np.float32)
     np.testing.assert_array_equal(loaded(ones_BD), jax.jit(sums)(ones_BD))
