@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -70,7 +71,8 @@ def _read(output: str) -> Answer | None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has ended in this moment
+        os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
 
 
