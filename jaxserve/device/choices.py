@@ -233,7 +233,11 @@ class Choices:
             kind = shape.scores if isinstance(shape, ExtendShape) else type(shape)
             largest.setdefault(kind, shape)
         lower = lowerings(plan, self.config, loaded.params, self.target.sharding)
-        probes = compile_all({s: lower[s] for s in largest.values()}, progress)
+        probes = compile_all(
+            {s: lower[s] for s in largest.values()},
+            progress,
+            max_compiles=self.target.max_compiles,
+        )
         return max_temp_bytes(probes.values())
 
 

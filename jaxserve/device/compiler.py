@@ -74,8 +74,9 @@ def compile_all(
     lower: Mapping[Key, Callable[[], Lowered]],
     progress: Callable[[int, int], None],
     keep: Callable[[Key, Compiled], None] = lambda key, program: None,
+    max_compiles: int | None = None,
 ) -> dict[Key, Compiled]:
-    """Lower and compile every program, on all cores.
+    """Lower and compile every program, on all cores or so many side by side.
 
     `progress` gets (done, total), and `keep` each program as soon as it is compiled.
     """
@@ -83,7 +84,8 @@ def compile_all(
     if not lower:
         return programs
     progress(0, len(lower))
-    with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="compile") as pool:
+    num_threads = max_compiles or os.cpu_count()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
         futures = {pool.submit(_compile, make): key for key, make in lower.items()}
         try:
             for future in as_completed(futures):

@@ -148,7 +148,7 @@ def compile_bundle(
             logger.info(
                 "going on: %d of %d programs are there", len(lower) - len(missing), len(lower)
             )
-        compile_all(missing, compiling, writer.add)
+        compile_all(missing, compiling, writer.add, target.max_compiles)
     budget = replace(budget, temp_bytes=writer.temp_bytes)
     logger.info("memory:\n%s", budget.table(plan.max_model_len))
     budget.check(plan.max_model_len)

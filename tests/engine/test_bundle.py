@@ -76,6 +76,7 @@ def test_a_compilation_goes_on_where_one_has_ended(
         lower: dict[Program, Callable[[], Lowered]],
         progress: object,
         keep: Callable[[Program, Compiled], None],
+        max_compiles: int | None,
     ) -> None:
         # A program that comes from the compile cache loses parts when it is serialized.
         assert not getattr(jax.config, CACHE_OPTION)
