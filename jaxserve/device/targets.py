@@ -17,6 +17,10 @@ V6E_BYTES = int(31.25 * (1 << 30))
 COMPILED_FOR_BYTES = 31 << 30
 """What programs are compiled for: V6E_BYTES less what a chip's runtime may keep for itself."""
 
+TPU_COMPILES = 1
+"""Two at once, libtpu's compiler (0.0.42.1) overflowed a stack of its own in 3 of 5 tries of a tiny
+model, compiled for a chip that was not there, and never one by one, which took no longer."""
+
 QUIET = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 """For libtpu where no chip is to be opened: it looks for no metadata server, and takes no lock."""
 
@@ -62,7 +66,11 @@ def find_target() -> Target:
         raise ConfigError(f"no device to serve on: {error}") from error
     if device.platform == "cpu":
         return Target(device=device, memory_bytes=_host_memory_bytes())
-    return Target(device=device, memory_bytes=int(device.memory_stats()["bytes_limit"]))
+    return Target(
+        device=device,
+        memory_bytes=int(device.memory_stats()["bytes_limit"]),
+        max_compiles=TPU_COMPILES if device.platform == "tpu" else None,
+    )
 
 
 def find_target_by_name(name: str) -> Target:
@@ -81,9 +89,11 @@ def find_target_by_name(name: str) -> Target:
         )
     os.environ |= QUIET
     topology = topologies.get_topology_desc(name, "tpu", chips_per_host_bounds=(1, 1, 1))
-    # Two at once, libtpu's compiler (0.0.42.1) overflowed a stack of its own in 3 of 5 tries of a
-    # tiny model, and never one by one, which took no longer.
-    return Target(device=topology.devices[0], memory_bytes=COMPILED_FOR_BYTES, max_compiles=1)
+    return Target(
+        device=topology.devices[0],
+        memory_bytes=COMPILED_FOR_BYTES,
+        max_compiles=TPU_COMPILES,
+    )
 
 
 def processor_features() -> str:
