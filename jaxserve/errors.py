@@ -17,7 +17,7 @@ JaxserveError
     UnsupportedMediaTypeError 415
     HeadTooLargeError 431
     OverloadedError 429         a queue is full
-    UnavailableError 503        starting, or draining
+    UnavailableError 503        starting, draining, or a grammar is not compiled in time
     EngineError 500             an internal fault ended this request
       EngineDeadError 503       the engine is gone for good
     TransferEncodingError 501
@@ -60,12 +60,15 @@ class ApiError(JaxserveError):
         *,
         param: str | None = None,
         code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         if code is not None:
             self.code = code
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
 
 class InvalidRequestError(ApiError):
@@ -202,7 +205,7 @@ class OverloadedError(ApiError):
 
 
 class UnavailableError(ApiError):
-    """The server does not accept work now: it is starting or draining."""
+    """The server does not accept work now: it starts or drains, or has no time for a grammar."""
 
     status = 503
     type = "server_error"

@@ -26,11 +26,13 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from jaxserve.guided.worker impo
 
 
 class Worker:
-    """The process, one job at a time; started when needed, and again after a job that ended it."""
+    """The process; started when needed, and again after a job that ended it.
+
+    Whoever asks gives it one job at a time.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._turn = asyncio.Lock()
         self._process: _Process | None = None
         self._first: bytes | None = None
 
@@ -42,13 +44,12 @@ class Worker:
             UnavailableError: the process was ended by something else, twice, or the machine is too
                 busy for it.
         """
-        async with self._turn:
-            try:
-                answer = await self._answer(job)
-            except BaseException:
-                # Cancelled: an answer would come to whoever asks next.
-                await self.stop()
-                raise
+        try:
+            answer = await self._answer(job)
+        except BaseException:
+            # Cancelled: an answer would come to whoever asks next.
+            await self.stop()
+            raise
         if answer.failure is not None:
             raise SchemaError(**answer.failure)
         return answer

@@ -1,19 +1,21 @@
 """Grammars for requests: compiled once, beside the server, and kept in memory and on disk.
 
 Belongs to one event loop, which never compiles and never waits. Requests for one grammar at the
-same time wait for one compilation. What failed is remembered, too: a schema that took too long once
-is not tried again and again.
+same time wait for one compilation; one that nobody waits for any more is left out, unless it has
+begun. What failed is remembered, too: a schema that took too long once is not tried again.
 """
 
 import asyncio
 import hashlib
 import logging
+import math
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from jaxserve.errors import EngineError, OverloadedError, SchemaError, SchemaFault
+from jaxserve.errors import ApiError, EngineError, OverloadedError, SchemaError, SchemaFault
 from jaxserve.guided.compiling import COMPILER_VERSION
 from jaxserve.guided.process import Worker
 from jaxserve.guided.store import GrammarStore
@@ -27,8 +29,11 @@ DEFAULT_CPU_S = 2.0
 DEFAULT_MEMORY_BYTES = 1 << 30
 DEFAULT_CACHE_BYTES = 256 << 20
 MAX_FAILURES = 1_000
-MAX_UNDER_WAY = 64
+MAX_QUEUED = 64
 """Grammars that are compiled or wait for that; most take 0.1 s, the worst the flag's time."""
+
+_NEWEST_WEIGHT = 0.2
+"""Of the latest compilation's time in what one usually takes."""
 
 JSON_OBJECT = GrammarSpec(kind="json_object")
 
@@ -53,7 +58,11 @@ class GrammarCompiler:
         self._worker = Worker(Setup(vocabulary, folder, cpu_s, memory_bytes))
         self._cache = _Cache(cache_bytes)
         self._failures: OrderedDict[str, SchemaFault] = OrderedDict()
-        self._under_way: dict[str, asyncio.Task[Grammar]] = {}
+        self._under_way: dict[str, _Search] = {}
+        self._turn = asyncio.Lock()
+        self._num_queued = 0
+        # Before any has been compiled: the most that a usual one may take.
+        self._usual_s = cpu_s
 
     async def __aenter__(self) -> "GrammarCompiler":
         return self
@@ -64,12 +73,12 @@ class GrammarCompiler:
     async def warm(self, specs: Iterable[GrammarSpec] = ()) -> None:
         """Compile what requests are likely to ask for: any JSON object, and `specs`.
 
-        A spec that cannot be compiled is logged, and refused when a request brings it.
+        One that cannot be compiled, or not now, is logged, and asked for again by requests.
         """
         for spec in (JSON_OBJECT, *specs):
             try:
                 await self.compile(spec)
-            except SchemaError as error:
+            except ApiError as error:
                 logger.warning("cannot compile a grammar to be warmed: %s", error.message)
 
     async def compile(self, spec: GrammarSpec) -> Grammar:
@@ -78,6 +87,8 @@ class GrammarCompiler:
         Raises:
             SchemaError: it is malformed, cannot be enforced, or takes too much time or memory.
             OverloadedError: too many others wait.
+            UnavailableError: the machine is too busy, or the process was ended by something else.
+            EngineError: the grammar was compiled, and deleted before it could be read.
         """
         name = self._name(spec)
         known = self._cache.get(name)
@@ -86,20 +97,26 @@ class GrammarCompiler:
         failure = self._failures.get(name)
         if failure is not None:
             raise SchemaError(**failure)
-        task = self._under_way.get(name)
-        if task is None:
-            if len(self._under_way) >= MAX_UNDER_WAY:
-                raise OverloadedError(f"{MAX_UNDER_WAY} grammars wait to be compiled")
-            task = asyncio.create_task(self._find(name, spec))
-            self._under_way[name] = task
-            task.add_done_callback(lambda done: self._note(name, done))
-        # One who leaves must not end what others wait for.
-        return await asyncio.shield(task)
+        search = self._under_way.get(name)
+        if search is None:
+            search = self._under_way[name] = _Search()
+            search.task = asyncio.create_task(self._find(name, spec, search))
+            search.task.add_done_callback(lambda done: self._note(name, done))
+        search.num_waiting += 1
+        try:
+            # One who leaves must not end what others wait for.
+            return await asyncio.shield(search.task)
+        finally:
+            search.num_waiting -= 1
+            if not (search.num_waiting or search.has_begun or search.task.done()):
+                # Whoever asks from now on must not meet it.
+                del self._under_way[name]
+                search.task.cancel()
 
     async def close(self) -> None:
         """End the process; what is under way fails."""
-        for task in self._under_way.values():
-            task.cancel()
+        for search in self._under_way.values():
+            search.task.cancel()
         await self._worker.stop()
         if self._own_folder is not None:
             self._own_folder.cleanup()
@@ -108,11 +125,13 @@ class GrammarCompiler:
         parts = (spec.digest, self._vocabulary.digest, str(COMPILER_VERSION))
         return hashlib.sha256("/".join(parts).encode()).hexdigest()
 
-    async def _find(self, name: str, spec: GrammarSpec) -> Grammar:
+    async def _find(self, name: str, spec: GrammarSpec, search: "_Search") -> Grammar:
         kept = await asyncio.to_thread(self._store.read, name)
         if kept is not None:
             return kept
-        answer = await self._worker.run(Job(name, spec))
+        async with self._in_turn():
+            search.has_begun = True
+            answer = await self._worker.run(Job(name, spec))
         made = answer.unkept or await asyncio.to_thread(self._store.read, name)
         if made is None:  # whoever cleans up was quicker
             raise EngineError("The compiled grammar is gone from the cache folder; try again.")
@@ -122,10 +141,30 @@ class GrammarCompiler:
         logger.info("compiled a grammar: %s, %s, %.3f s", spec.kind, size, answer.cpu_s)
         return made
 
+    @asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Wait for the process, in a queue that may be full (OverloadedError)."""
+        if self._num_queued >= MAX_QUEUED:
+            raise OverloadedError(
+                f"{MAX_QUEUED} grammars wait to be compiled",
+                retry_after_s=max(1, math.ceil(self._num_queued * self._usual_s)),
+            )
+        self._num_queued += 1
+        try:
+            async with self._turn:
+                clock = asyncio.get_running_loop().time
+                begun_s = clock()
+                try:
+                    yield
+                finally:
+                    self._usual_s += _NEWEST_WEIGHT * (clock() - begun_s - self._usual_s)
+        finally:
+            self._num_queued -= 1
+
     def _note(self, name: str, done: "asyncio.Task[Grammar]") -> None:
-        del self._under_way[name]
         if done.cancelled():
             return
+        del self._under_way[name]
         error = done.exception()
         if error is None:
             self._cache.put(name, done.result())
@@ -133,6 +172,17 @@ class GrammarCompiler:
             self._failures[name] = error.fault
             if len(self._failures) > MAX_FAILURES:
                 self._failures.popitem(last=False)
+
+
+class _Search:
+    """A grammar that is looked for on disk, waits to be compiled, or is compiled."""
+
+    task: asyncio.Task[Grammar]
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+        self.has_begun = False
+        """Whether it is compiled: then it is of use to whoever asks next."""
 
 
 class _Cache:
