@@ -2,8 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -71,9 +70,10 @@ async def generate(
     )
     loop = asyncio.get_running_loop()
     due_s = None if options.timeout_s is None else loop.time() + options.timeout_s
-    with _compiling_until(due_s) as limit:
-        async with limit:
-            grammar = await grammars.whole(options.grammar)
+    compiling = _compiled(engine, turns, requests[0], grammars, options, due_s)
+    if grammars.are_needed(options.grammar):
+        compiling = run_while_connected(http.receive, compiling)
+    grammar, engine = await compiling
     if grammar is not None:
         requests = guide(
             requests,
@@ -82,8 +82,6 @@ async def generate(
             ensures_complete=options.ensure_complete,
         )
         metrics.observe_loosened(len(grammar.whole.loosened))
-    if turns is not None:
-        engine = await _limited(engine, turns, requests[0], grammars, grammar, options)
     stop = StopAutomaton(options.stop)
     choices, scores = [], []
     for first in range(0, len(requests), options.n):
@@ -150,15 +148,28 @@ async def generate(
     return Response(body, media_type="application/json")
 
 
-@contextmanager
-def _compiling_until(due_s: float | None) -> Iterator[asyncio.Timeout]:
-    """Bound the wait for a grammar by the request's own time, in seconds of the loop's clock."""
+async def _compiled(
+    engine: Generator,
+    turns: TurnPlan | None,
+    request: GenerationRequest,
+    grammars: AnswerGrammars,
+    options: GenerationOptions,
+    due_s: float | None,
+) -> tuple[AnswerGrammar | None, Generator]:
+    """Return what an answer has to be, and an engine as `_limited` does.
+
+    The wait ends at `due_s` of the loop's clock.
+    """
     try:
-        yield asyncio.timeout_at(due_s)
+        async with asyncio.timeout_at(due_s):
+            grammar = await grammars.of_answer(options.grammar)
+            if turns is not None:
+                engine = await _limited(engine, turns, request, grammars, grammar, options)
     except TimeoutError as error:
         raise UnavailableError(
             "timeout_s is over before the answer's grammar is compiled."
         ) from error
+    return grammar, engine
 
 
 async def _limited(

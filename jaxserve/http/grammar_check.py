@@ -25,7 +25,7 @@ from jaxserve.types import Grammar
 async def check_grammar(
     request: GrammarCheckRequest, model: ServedModel, *, strict_by_default: bool
 ) -> dict[str, object]:
-    """Tell what answers to a request would be held to; raises as `AnswerGrammars.whole`."""
+    """Tell what answers to a request would be held to; raises as `AnswerGrammars.of_answer`."""
     param = "tools" if request.grammar is None else request.grammar.param
     grammars = of_model(model.grammars, param)
     plan = TurnPlan(
@@ -35,7 +35,7 @@ async def check_grammar(
         strict_by_default=strict_by_default,
     )
     begun_s = time.perf_counter()
-    made = await AnswerGrammars(grammars=grammars, plan=plan).whole(request.grammar)
+    made = await AnswerGrammars(grammars=grammars, plan=plan).of_answer(request.grammar)
     compile_s = time.perf_counter() - begun_s
     if made is None:
         report: dict[str, object] = {"path": None}

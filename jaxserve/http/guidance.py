@@ -49,13 +49,23 @@ class AnswerGrammars:
     prompt_ids: Sequence[int] = ()
     stop_ids: Collection[int] = ()
 
-    async def whole(self, asked: GrammarRequest | None) -> AnswerGrammar | None:
+    def are_needed(self, asked: GrammarRequest | None) -> bool:
+        """Tell whether there may be something to compile."""
+        if asked is not None:
+            return True
+        plan = self.plan
+        return plan is not None and (bool(plan.tool_use.offered) or plan.thought_budget is not None)
+
+    async def of_answer(self, asked: GrammarRequest | None) -> AnswerGrammar | None:
         """Return what an answer has to be; None: anything.
 
         Raises:
             SchemaError: that can't be enforced.
-            OverloadedError: too many grammars wait to be compiled.
+            InvalidRequestError: a schema that has to hold is not read exactly, or an answer and
+                calls cannot both be held.
             UnsupportedFieldError: this server has no grammars.
+            OverloadedError: too many grammars wait to be compiled.
+            UnavailableError: there is no time for it.
         """
         if self.plan is not None and self.plan.tool_use.offered:
             return await self._with_calls(asked, self.plan)
@@ -69,6 +79,9 @@ class AnswerGrammars:
 
         Raises:
             UnsupportedFieldError: this server has no grammars.
+            SchemaError: it was known, is no longer, and now takes too much time.
+            OverloadedError: likewise, and too many grammars wait to be compiled.
+            UnavailableError: likewise, and there is no time for it.
         """
         known = of_model(self.grammars, "thinking_token_budget")
         spec, openings = (grammar.spec, grammar.openings) if grammar else (None, ())

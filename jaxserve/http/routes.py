@@ -17,6 +17,7 @@ from jaxserve.http.body import read_json_body
 from jaxserve.http.chats import Chats
 from jaxserve.http.choice import ChoiceText
 from jaxserve.http.config import HttpConfig
+from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.explain import explain
 from jaxserve.http.generate import generate
 from jaxserve.http.generation import Engine
@@ -235,7 +236,8 @@ class Endpoints:
         request = parse_grammar_check(await self._body(http))
         _accept(request.model, None, http, model)
         strict = self._config.strict_tools
-        return _json(await check_grammar(request, model, strict_by_default=strict))
+        checking = check_grammar(request, model, strict_by_default=strict)
+        return _json(await run_while_connected(http.receive, checking))
 
     async def list_models(self, http: HttpRequest) -> Response:
         """List the one model."""

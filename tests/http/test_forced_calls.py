@@ -3,6 +3,7 @@
 The engine plays a script, so what it says is checked against the grammar that it was given.
 """
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.fake_engine import (
     ids,
     turn_ids,
 )
-from tests.http.driver import post
+from tests.http.driver import open_post, post
 from tests.http.inline_grammars import InlineCompiler, Ways, with_grammars
 from tests.http.tool_requests import (
     ASK,
@@ -368,6 +369,53 @@ async def test_a_compiler_that_fails_leaves_calls_free(
     strict = {"function": {**ASK["tools"][0]["function"], "strict": True}}
     reply = await post(app, CHAT, {**ASK, "tools": [strict]})
     assert (reply.status, reply.error["param"]) == (400, "tools")
+
+
+THOUGHTFUL = {"messages": [USER], **ONE, **THINKING, "thinking_token_budget": 3}
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the second compilation of a grammar, and all later ones, never end; return what asks."""
+    asked: list[str] = []
+    compile_inline = InlineCompiler.compile
+
+    async def wait(self: InlineCompiler, spec: GrammarSpec) -> Grammar:
+        asked.append("asked")
+        if len(asked) > 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                asked.append("left")
+        return await compile_inline(self, spec)
+
+    monkeypatch.setattr(InlineCompiler, "compile", wait)
+    return asked
+
+
+async def test_timeout_s_bounds_the_grammar_behind_a_thought(
+    gemma4: ServedModel, stuck: list[str]
+) -> None:
+    app = serve(with_grammars(gemma4), FakeEngine())
+    reply = await post(app, CHAT, {**THOUGHTFUL, "timeout_s": 0.1})
+    assert (reply.status, reply.error["code"]) == (503, "unavailable")
+
+
+@pytest.mark.parametrize(
+    ("url", "fields"), [(CHAT, ASK), (CHAT, THOUGHTFUL), ("/v1/grammar/check", ONE)], ids=str
+)
+async def test_one_who_goes_waits_for_no_grammar(
+    gemma4: ServedModel, stuck: list[str], url: str, fields: dict[str, Any]
+) -> None:
+    model = with_grammars(gemma4)
+    if fields is not THOUGHTFUL:
+        stuck.append("asked")  # also the first one never ends
+    connection = open_post(serve(model, FakeEngine()), url, fields)
+    while len(stuck) < 2:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.005)
+    connection.disconnect()
+    await connection.finish()
+    assert stuck == ["asked", "asked", "left"]
 
 
 @pytest.mark.parametrize("fields", [ASK, FORCED, {"messages": [USER], **ONE}], ids=len)
