@@ -104,6 +104,8 @@ class AnswerGrammars:
             try:
                 return await self._loosely(known, plan, asked.spec)
             except SchemaError as error:
+                if error.param != "tools":
+                    raise  # one tool's own fault
                 raise InvalidRequestError(
                     f"{asked.param} and tools cannot both be held: {error.message}",
                     param=asked.param,

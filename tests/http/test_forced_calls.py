@@ -354,6 +354,13 @@ async def test_a_wrong_schema_of_an_answer_is_no_tools_fault(
     assert reply.error["param"] == "response_format.json_schema.schema"
 
 
+async def test_a_wrong_tool_is_no_answers_fault(gemma4: ServedModel) -> None:
+    strict = {"type": "function", "function": {**UNENFORCEABLE["function"], "strict": True}}
+    app = serve(with_grammars(gemma4), FakeEngine())
+    reply = await post(app, CHAT, {**ASK, **ONE, "tools": [*ASK["tools"], strict]})
+    assert (reply.status, reply.error["param"]) == (400, "tools[2].function.parameters")
+
+
 async def test_a_compiler_that_fails_leaves_calls_free(
     gemma4: ServedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
