@@ -16,6 +16,8 @@ START_STATE = 0
 DEAD_STATE = -1
 MAX_STATES = 32_767
 """States are int16."""
+MAX_CLASSES = 65_535
+"""Classes are uint16."""
 
 _SCHEMAS_PER_TIME = 6
 MAX_TIME_FACTOR = 4.0
@@ -73,8 +75,9 @@ class TokenTables:
     are never allowed.
 
     Attributes:
-        class_of_V: uint16; ids of one class act alike in every state. Class 0 is allowed nowhere:
-            control tokens, end ids, unused ids.
+        class_of_V: uint16; ids of one class act alike in every state. As they are compiled, class
+            0 is allowed nowhere: control tokens, end ids, unused ids. What goes before a grammar
+            (`guided.triggered`) may allow it.
         next_SC: int16.
         mask_id_S: int32, the state's row of `masks_DW`.
         masks_DW: uint32, packed as `guided.masks` says.

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from jaxserve.errors import SchemaError
 from jaxserve.guided.automaton import DEAD, Dfa
 from jaxserve.guided.masks import num_words
-from jaxserve.guided.tables import MAX_STATES, TablesTooLargeError, TokenTables
+from jaxserve.guided.tables import MAX_CLASSES, MAX_STATES, TablesTooLargeError, TokenTables
 from jaxserve.guided.vocabulary import GrammarVocabulary
 
-MAX_CLASSES = 65_535
 MAX_MAP_BYTES = 256 << 20
 _BLOCK_TOKENS = 8_192
 """What is worked on at a time: it should stay in the processor's cache."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from jaxserve.guided.masks import num_words, packed
 from jaxserve.guided.tables import (
     DEAD_STATE,
+    MAX_CLASSES,
     MAX_STATES,
     START_STATE,
     TablesTooLargeError,
@@ -70,7 +71,7 @@ def opened(
     """Return tables of a grammar and what goes before it.
 
     Raises:
-        TablesTooLargeError: the states before the grammar's are more than there is room for.
+        TablesTooLargeError: there is no room for the states and classes before the grammar's.
     """
     if isinstance(opening, Trigger):
         return triggered(tables, opening.token_id, vocab_size=vocab_size)
@@ -89,9 +90,8 @@ def triggered(tables: TokenTables, trigger_id: int, *, vocab_size: int) -> Token
     num_classes = tables.next_SC.shape[1]
     class_of_V = np.zeros(max(vocab_size, len(tables.class_of_V)), np.uint16)
     class_of_V[: len(tables.class_of_V)] = tables.class_of_V
-    old_class = int(class_of_V[trigger_id])
+    next_SC = _moves(tables, 1, [*range(num_classes), int(class_of_V[trigger_id])])
     class_of_V[trigger_id] = num_classes
-    next_SC = _moves(tables, 1, [*range(num_classes), old_class])
     next_SC[FREE_STATE] = FREE_STATE
     next_SC[FREE_STATE, num_classes] = 1
 
@@ -148,10 +148,10 @@ def behind_ids(tables: TokenTables, forced: Forced) -> TokenTables:
     lead = len(forced.token_ids)
     # Each of the tokens gets a class of its own.
     own = {token_id: num_classes + i for i, token_id in enumerate(dict.fromkeys(forced.token_ids))}
-    class_of_V = tables.class_of_V.copy()
-    class_of_V[list(own)] = list(own.values())
     old_classes = [*range(num_classes), *tables.class_of_V[list(own)].tolist()]
     next_SC = _moves(tables, lead, old_classes)
+    class_of_V = tables.class_of_V.copy()
+    class_of_V[list(own)] = list(own.values())
     for state, token_id in enumerate(forced.token_ids):
         next_SC[state, own[token_id]] = state + 1
     return _with_states_before(tables, class_of_V, next_SC, [False] * lead)
@@ -163,10 +163,10 @@ def _moves(tables: TokenTables, lead: int, old_classes: Sequence[int]) -> NDArra
     By new class: `old_classes` says what each has been.
 
     Raises:
-        TablesTooLargeError: that would be too many states.
+        TablesTooLargeError: that would be too many states or classes.
     """
     num_states = lead + len(tables.next_SC)
-    if num_states > MAX_STATES:
+    if num_states > MAX_STATES or len(old_classes) > MAX_CLASSES:
         raise TablesTooLargeError
     next_SC = np.full((num_states, len(old_classes)), DEAD_STATE, np.int16)
     next_SC[lead:] = _behind(tables.next_SC, lead)[:, old_classes]

@@ -15,7 +15,14 @@ from jaxserve.guided.checking import TextChecker
 from jaxserve.guided.compiling import compile_grammar, host_calls
 from jaxserve.guided.guide import MatcherGuide, TablesGuide, opened_start
 from jaxserve.guided.host import HostMatcher, HostTokenizer
-from jaxserve.guided.tables import GrammarSpec, HostGrammar, TablesTooLargeError, TokenTables
+from jaxserve.guided.tables import (
+    MAX_CLASSES,
+    MAX_STATES,
+    GrammarSpec,
+    HostGrammar,
+    TablesTooLargeError,
+    TokenTables,
+)
 from jaxserve.guided.triggered import (
     Forced,
     Opening,
@@ -312,6 +319,18 @@ def test_tables_and_guides_let_the_same_go_before(opening: Opening) -> None:
                 guide.advance(token_id)
 
 
+@pytest.mark.parametrize("opening", OPENINGS, ids=str)
+@pytest.mark.parametrize("shape", [(MAX_STATES, 1), (1, MAX_CLASSES)])
+def test_nothing_goes_before_tables_that_are_full(opening: Opening, shape: tuple[int, int]) -> None:
+    inner = compile_grammar(GrammarSpec(kind="regex", source="a+"), VOCABULARY)
+    assert isinstance(inner, TokenTables)
+    class_of_V = np.arange(MAX_CLASSES, dtype=np.uint16) % shape[1]
+    full = replace(inner, class_of_V=class_of_V, next_SC=np.zeros(shape, np.int16))
+    is_text_V = np.ones(MAX_CLASSES, np.bool_)
+    with pytest.raises(TablesTooLargeError):
+        opened(full, opening, vocab_size=MAX_CLASSES, is_text_V=is_text_V)
+
+
 def test_anything_is_anything() -> None:
     tables = anything(40)
     assert ids_of(tables.masks_DW[0]) == set(range(40))
@@ -341,9 +360,6 @@ def test_a_thought_is_text_that_does_not_end() -> None:
     inside = behind_thought(inner, Thought(THOUGHT, None), VOCABULARY.is_text_V)
     assert inside.advance(0, x) == 0
     assert inside.advance(inside.advance(0, THOUGHT), a) > 0
-    full = replace(inner, next_SC=np.zeros((32_767, 1), np.int16))
-    with pytest.raises(TablesTooLargeError):
-        behind_thought(full, Thought(THOUGHT, None), VOCABULARY.is_text_V)
 
 
 def test_a_host_s_masks_have_the_control_tokens_that_its_grammar_names() -> None:
