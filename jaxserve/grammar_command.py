@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError, InvalidRequestError, SchemaError
 from jaxserve.guided.calls import CallMarks
-from jaxserve.guided.checking import TextChecker
+from jaxserve.guided.checking import TextChecker, described
 from jaxserve.guided.compiling import compile_grammar
 from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
 from jaxserve.guided.vocabulary import GrammarVocabulary
@@ -142,16 +142,8 @@ def _write_refusal(error: SchemaError, as_json: bool) -> None:
 
 
 def _write_stats(grammar: Grammar, compile_s: float, as_json: bool) -> None:
-    fields: dict[str, object]
-    if isinstance(grammar, HostGrammar):
-        fields = {"path": "host", "reason": grammar.reason}
-    else:
-        sizes = grammar.stats._asdict()
-        fields = {"path": "tables"}
-        fields |= {name.removeprefix("num_"): size for name, size in sizes.items()}
-    if grammar.loosened:
-        fields["loosened"] = grammar.loosened
-    fields["compile_s"] = round(compile_s, 4)
+    path = "host" if isinstance(grammar, HostGrammar) else "tables"
+    fields = {"path": path, **described(grammar), "compile_s": round(compile_s, 4)}
     if as_json:
         _write_line(json.dumps(fields))
     else:

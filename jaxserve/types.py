@@ -151,12 +151,14 @@ class Grammar:
     Attributes:
         start: gives a guide at the beginning.
         image: what the device needs to do without the guide; None: it can't.
+        host_reason: why there is no image, where that is known.
         min_tokens: of the shortest text with its end id; None: not known.
         loosened: names of tools whose calls are well formed, and no more, though more was asked.
     """
 
     start: Callable[[], Guide]
     image: GrammarImage | None = None
+    host_reason: str | None = None
     min_tokens: int | None = None
     loosened: tuple[str, ...] = ()
 

@@ -4,7 +4,7 @@ For people who write grammars. No tokenizer takes part: a text is judged as writ
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,13 +12,12 @@ import numpy as np
 
 from jaxserve.guided.calls import CallsSource, CallTool
 from jaxserve.guided.compiling import compile_grammar, host_calls
-from jaxserve.guided.guide import MatcherGuide, TablesGuide, opened_start
-from jaxserve.guided.host import HostMatcher, HostTokenizer
+from jaxserve.guided.guide import opened_start, start_of
+from jaxserve.guided.host import HostTokenizer
 from jaxserve.guided.masks import has_id, num_words, unpacked
 from jaxserve.guided.tables import Grammar, GrammarSpec, HostGrammar
 from jaxserve.guided.triggered import Trigger
 from jaxserve.guided.vocabulary import FIRST_MARK, MAX_MARKS, GrammarVocabulary
-from jaxserve.types import Guide
 
 _NUM_BYTES = 256
 
@@ -89,15 +88,16 @@ class TextChecker:
             for spelling, mark in (controls or {}).items()
         }
         self._around = re.compile(f"({'|'.join(map(re.escape, self._ids))})".encode())
-        self._start = _start(grammar)
+        vocabulary = byte_vocabulary()
+        width = num_words(vocabulary.size)
+        self._start = start_of(grammar, _byte_tokenizer, num_words=width)
         if trigger is not None:
-            vocabulary = byte_vocabulary()
             self._start = opened_start(
                 self._start,
                 Trigger(self._ids[trigger]),
                 vocab_size=vocabulary.size,
                 is_text_V=vocabulary.is_text_V,
-                num_words=num_words(vocabulary.size),
+                num_words=width,
             )
 
     @classmethod
@@ -160,12 +160,16 @@ def _loosened(spec: GrammarSpec, names: Collection[str]) -> GrammarSpec:
     return replace(spec, source=replace(source, tools=tools).text())
 
 
-def _start(grammar: Grammar) -> Callable[[], Guide]:
-    """Return what gives guides of a grammar over bytes."""
-    if not isinstance(grammar, HostGrammar):
-        return lambda: TablesGuide(grammar)
-    matcher = HostMatcher(_byte_tokenizer(), grammar)
-    return lambda: MatcherGuide(matcher.copy(), num_words=num_words(byte_vocabulary().size))
+def described(grammar: Grammar) -> dict[str, object]:
+    """Return what a grammar compiled to, as people are told."""
+    told: dict[str, object] = {}
+    if isinstance(grammar, HostGrammar):
+        told["reason"] = grammar.reason
+    else:
+        told |= grammar.stats._asdict()
+    if grammar.loosened:
+        told["loosened"] = grammar.loosened
+    return told
 
 
 def describe_bytes(allowed: frozenset[int], *, may_end: bool, controls: Sequence[str] = ()) -> str:

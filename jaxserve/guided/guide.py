@@ -5,9 +5,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.guided.host import HostMatcher
+from jaxserve.guided.host import HostMatcher, HostTokenizer
 from jaxserve.guided.masks import packed, with_ids
-from jaxserve.guided.tables import DEAD_STATE, START_STATE, TokenTables
+from jaxserve.guided.tables import (
+    DEAD_STATE,
+    START_STATE,
+    Grammar,
+    HostGrammar,
+    TokenTables,
+)
 from jaxserve.guided.triggered import Forced, Opening, Thought, Trigger
 from jaxserve.types import Guide
 
@@ -188,6 +194,19 @@ class ForcedGuide:
         del self._left[0]
         if not self._left:
             self._guide = self._start()
+
+
+def start_of(
+    grammar: Grammar, host_tokenizer: Callable[[], HostTokenizer], *, num_words: int
+) -> Callable[[], Guide]:
+    """Return what gives guides of a grammar, on tables or by a matcher.
+
+    `host_tokenizer` gives what a matcher needs; `num_words` are those of a mask.
+    """
+    if not isinstance(grammar, HostGrammar):
+        return lambda: TablesGuide(grammar)
+    matcher = HostMatcher(host_tokenizer(), grammar)
+    return lambda: MatcherGuide(matcher.copy(), num_words=num_words)
 
 
 def opened_start(

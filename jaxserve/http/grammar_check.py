@@ -10,15 +10,15 @@ from functools import partial
 import anyio.to_thread
 
 from jaxserve.guided import tables as guided
-from jaxserve.guided.checking import TextChecker, byte_vocabulary
-from jaxserve.guided.triggered import anything
+from jaxserve.guided.checking import TextChecker, byte_vocabulary, described
+from jaxserve.guided.triggered import Trigger, anything
 from jaxserve.http.answer_parts import TurnPlan
 from jaxserve.http.aside import limiter
 from jaxserve.http.grammars import of_model
 from jaxserve.http.guidance import AnswerGrammars
 from jaxserve.http.served_model import ServedModel
 from jaxserve.openai.requests import GrammarCheckRequest
-from jaxserve.text.markers import CALL_START, control_marks
+from jaxserve.text.markers import control_marks
 from jaxserve.types import Grammar
 
 
@@ -43,6 +43,8 @@ async def check_grammar(
     else:
         compiled = await grammars.compile(made.spec)
         report = _described(made.whole, compiled) | {"compile_s": round(compile_s, 4)}
+        spellings = {i: text for text, i in plan.markers.spellings.items()} if plan.markers else {}
+        triggers = [spellings[o.token_id] for o in made.openings if isinstance(o, Trigger)]
         marks = control_marks(plan.markers, grammars.marks) if made.spec.kind == "calls" else {}
         # It has compiled for the model within its limits, and does so sooner for bytes.
         checker = partial(
@@ -50,7 +52,7 @@ async def check_grammar(
             made.spec,
             compiled,
             marks,
-            trigger=CALL_START if made.openings else None,
+            trigger=next(iter(triggers), None),
         )
     if request.texts:
         # In threads that no request for an answer waits for.
@@ -62,13 +64,11 @@ async def check_grammar(
 
 def _described(grammar: Grammar, compiled: guided.Grammar) -> dict[str, object]:
     report: dict[str, object] = {"path": "host" if grammar.image is None else "device"}
-    if isinstance(compiled, guided.HostGrammar):
-        report["reason"] = compiled.reason
-    else:
-        report |= compiled.stats._asdict()
+    report |= described(compiled)
+    if grammar.host_reason is not None:
+        report["reason"] = grammar.host_reason
+    if grammar.min_tokens is not None:
         report["min_tokens"] = grammar.min_tokens
-    if compiled.loosened:
-        report["loosened"] = compiled.loosened
     return report
 
 

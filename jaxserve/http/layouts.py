@@ -9,12 +9,15 @@ from threading import Lock
 from jaxserve.device.arena import distances, pack
 from jaxserve.guided import tables as guided
 from jaxserve.guided.forced import canonical
-from jaxserve.guided.guide import MatcherGuide, TablesGuide, opened_start
-from jaxserve.guided.host import HostMatcher, HostTokenizer
+from jaxserve.guided.guide import TablesGuide, opened_start, start_of
+from jaxserve.guided.host import HostTokenizer
 from jaxserve.guided.masks import num_words
 from jaxserve.guided.triggered import Opening, anything, opened
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from jaxserve.types import Grammar, Guide
+from jaxserve.types import Grammar
+
+_TOO_LARGE = "its tables are too large for the device"
+_NO_ROOM = "its tables have no room for the states and classes of what goes before it"
 
 
 class Layouts:
@@ -51,7 +54,7 @@ class Layouts:
         `key` names all of it; a grammar of None is anything. Ids of `stop_ids` are forced nowhere.
         """
         if isinstance(compiled, guided.HostGrammar):
-            return self._on_host(compiled, openings)
+            return self._on_host(compiled, openings, compiled.reason)
         if compiled is None:
             compiled = anything(self._vocab_size)
         tables = compiled
@@ -64,19 +67,23 @@ class Layouts:
                     is_text_V=self.vocabulary.is_text_V,
                 )
         except guided.TablesTooLargeError:
-            return self._on_host(compiled, openings)
+            return self._on_host(compiled, openings, _NO_ROOM)
         tables, forced_id_S = canonical(tables, self._encode, never=stop_ids)
         distance_S = distances(tables)
         # One row of the arena is the header's, one the end ids'.
+        image = pack(tables, key, self._vocab_size, self._arena_rows - 2, distance_S)
         return Grammar(
             start=lambda: TablesGuide(tables, distance_S, forced_id_S),
-            image=pack(tables, key, self._vocab_size, self._arena_rows - 2, distance_S),
+            image=image,
+            host_reason=_TOO_LARGE if image is None else None,
             min_tokens=int(distance_S[guided.START_STATE]),
             loosened=compiled.loosened,
         )
 
-    def _on_host(self, compiled: guided.Grammar, openings: Sequence[Opening]) -> Grammar:
-        start = self._start(compiled)
+    def _on_host(
+        self, compiled: guided.Grammar, openings: Sequence[Opening], reason: str
+    ) -> Grammar:
+        start = start_of(compiled, self._host_tokenizer.get, num_words=self._num_words)
         for opening in openings:
             start = opened_start(
                 start,
@@ -85,13 +92,7 @@ class Layouts:
                 is_text_V=self.vocabulary.is_text_V,
                 num_words=self._num_words,
             )
-        return Grammar(start=start, loosened=compiled.loosened)
-
-    def _start(self, compiled: guided.Grammar) -> Callable[[], Guide]:
-        if not isinstance(compiled, guided.HostGrammar):
-            return lambda: TablesGuide(compiled)
-        matcher = HostMatcher(self._host_tokenizer.get(), compiled)
-        return lambda: MatcherGuide(matcher.copy(), num_words=self._num_words)
+        return Grammar(start=start, host_reason=reason, loosened=compiled.loosened)
 
 
 class _HostTokenizer:

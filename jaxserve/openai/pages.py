@@ -88,10 +88,12 @@ _ENDPOINTS = (
     _Endpoint(
         path="/v1/grammar/check",
         about="Tell what a chat's answers would be held to by the same fields, and which texts that"
-        " accepts: `path` (`device`, `host` with its `reason`, or null: to nothing), `compile_s`,"
-        " `num_states`, `num_classes`, `num_masks`, `num_bytes`, `min_tokens`, `loosened` (tools"
-        " whose schemas are not enforced); of each text `accepted`, the `offset` of the first byte"
-        " that may not stand there, and what was `allowed` instead.",
+        " accepts: `path` (`device`, `host` with its `reason`, or null: to nothing), `compile_s`"
+        " (until it is laid out for the device, the wait for others' included), `num_states`,"
+        " `num_classes`, `num_masks`, `num_bytes` (of the grammar's own tables, if it has some,"
+        " without what goes before it), `min_tokens`, `loosened` (tools whose schemas are not"
+        " enforced); of each text `accepted`, the `offset` of the first byte that may not stand"
+        " there, and what was `allowed` instead.",
         tables=(GRAMMAR_CHECK_FIELDS,),
     ),
     _Endpoint(path="/v1/models", about="List the one model."),

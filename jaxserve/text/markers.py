@@ -51,11 +51,10 @@ def control_marks(markers: Markers | None, marks: Mapping[int, str]) -> dict[str
     return {spelling: marks[token_id] for spelling, token_id in spellings.items()}
 
 
-CALL_START = "<|tool_call>"
 _SPELLINGS = {
     "thought_start": "<|channel>",
     "thought_end": "<channel|>",
-    "call_start": CALL_START,
+    "call_start": "<|tool_call>",
     "call_end": "<tool_call|>",
     "response_start": "<|tool_response>",
     "delimiter": '<|"|>',

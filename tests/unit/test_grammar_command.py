@@ -46,7 +46,7 @@ def test_sizes_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     fields = json.loads(lines[0])
     assert code == 0
     assert fields["path"] == "tables"
-    assert fields["states"] == 11
+    assert fields["num_states"] == 11
 
 
 def test_people_get_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
