@@ -16,8 +16,7 @@ from jaxserve.http.choice import ChoiceText, PromptScores
 from jaxserve.http.config import HttpConfig
 from jaxserve.http.disconnect import run_while_connected
 from jaxserve.http.generation import Generation, Generator
-from jaxserve.http.grammars import guidance, guide
-from jaxserve.http.guidance import AnswerGrammar, AnswerGrammars
+from jaxserve.http.guidance import AnswerGrammar, AnswerGrammars, guidance, guide
 from jaxserve.http.middleware import SUMMARY
 from jaxserve.http.prompts import Echo, EncodedPrompt
 from jaxserve.http.scores import ToldPrompts, check_scores

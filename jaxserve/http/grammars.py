@@ -1,22 +1,21 @@
-"""Grammars as requests meet them: compiled once, laid out for the device, handed to sequences.
+"""The grammars of a model: compiled once, laid out for the device, kept.
 
 Event loop only; the work is done elsewhere, by the compiler or a worker thread.
 """
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Protocol
 
 import anyio.to_thread
 
-from jaxserve.errors import InvalidRequestError, SchemaError, UnsupportedFieldError
+from jaxserve.errors import SchemaError, UnsupportedFieldError
 from jaxserve.guided import tables as guided
 from jaxserve.guided.triggered import Opening
 from jaxserve.http.layouts import Layouts
-from jaxserve.types import GenerationRequest, Grammar, Guidance
+from jaxserve.types import Grammar
 
 logger = logging.getLogger(__name__)
 
@@ -126,57 +125,3 @@ def naming(param: str) -> Iterator[None]:
     except SchemaError as error:
         error.param = param
         raise
-
-
-def guide(
-    requests: Sequence[GenerationRequest],
-    grammar: Grammar,
-    model_end_ids: frozenset[int],
-    *,
-    ensures_complete: bool,
-) -> list[GenerationRequest]:
-    """Give planned sequences a grammar.
-
-    Raises:
-        InvalidRequestError: the budget does not hold the shortest complete text.
-    """
-    if ensures_complete:
-        _check_budget(requests, grammar)
-    guidances = {
-        ids: guidance(grammar, ids, model_end_ids, ensures_complete=ensures_complete)
-        for ids in {request.sampling.stop_token_ids for request in requests}
-    }
-    return [
-        replace(request, guidance=guidances[request.sampling.stop_token_ids])
-        for request in requests
-    ]
-
-
-def guidance(
-    grammar: Grammar,
-    end_ids: frozenset[int],
-    model_end_ids: frozenset[int],
-    *,
-    ensures_complete: bool,
-) -> Guidance:
-    """Return how a grammar guides what ends with some ids."""
-    # What ignores all ends still has to be told that the text is over.
-    return Guidance(
-        grammar=grammar, end_ids=end_ids or model_end_ids, ensures_complete=ensures_complete
-    )
-
-
-def _check_budget(requests: Sequence[GenerationRequest], grammar: Grammar) -> None:
-    if grammar.image is None or grammar.min_tokens is None:
-        raise InvalidRequestError(
-            "ensure_complete is not supported for a grammar that runs on the host: one that"
-            " recurs, or is too large for the device.",
-            param="ensure_complete",
-        )
-    max_tokens = min(request.sampling.max_tokens for request in requests)
-    if max_tokens < grammar.min_tokens:
-        raise InvalidRequestError(
-            f"ensure_complete: the shortest text and its end take {grammar.min_tokens} tokens;"
-            f" this answer may have {max_tokens}.",
-            param="ensure_complete",
-        )

@@ -6,7 +6,7 @@ Event loop only.
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxserve.errors import InvalidRequestError, SchemaError
 from jaxserve.guided.tables import GrammarSpec
@@ -17,7 +17,7 @@ from jaxserve.openai.call_grammar import calls_spec
 from jaxserve.openai.guided import GrammarRequest
 from jaxserve.openai.tools import ToolUse
 from jaxserve.text.markers import call_marks
-from jaxserve.types import Grammar
+from jaxserve.types import GenerationRequest, Grammar, Guidance
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class AnswerGrammars:
             known = of_model(self.grammars, "tool_choice")
             marks = call_marks(markers, known.marks)
             spec = calls_spec(use, marks, strict_by_default=plan.strict_by_default)
-            with naming_tool(use):
+            with naming_field_of(use):
                 return await self._behind_thought(known, spec)
         if asked is not None:
             known = of_model(self.grammars, asked.param)
@@ -136,7 +136,7 @@ class AnswerGrammars:
                 answer=answer,
             )
             try:
-                with naming_tool(use):
+                with naming_field_of(use):
                     if answer is not None or markers is None:
                         return await self._behind_thought(known, spec)
                     trigger = Trigger(markers.call_start)
@@ -163,7 +163,7 @@ class AnswerGrammars:
 
 
 @contextmanager
-def naming_tool(use: ToolUse) -> Iterator[None]:
+def naming_field_of(use: ToolUse) -> Iterator[None]:
     """Let errors of a tool's schema name the field that it came in."""
     try:
         yield
@@ -174,3 +174,57 @@ def naming_tool(use: ToolUse) -> Iterator[None]:
         else:
             error.param = "tool_choice" if use.must_call else "tools"
         raise
+
+
+def guide(
+    requests: Sequence[GenerationRequest],
+    grammar: Grammar,
+    model_end_ids: frozenset[int],
+    *,
+    ensures_complete: bool,
+) -> list[GenerationRequest]:
+    """Give planned sequences a grammar.
+
+    Raises:
+        InvalidRequestError: the budget does not hold the shortest complete text.
+    """
+    if ensures_complete:
+        _check_budget(requests, grammar)
+    guidances = {
+        ids: guidance(grammar, ids, model_end_ids, ensures_complete=ensures_complete)
+        for ids in {request.sampling.stop_token_ids for request in requests}
+    }
+    return [
+        replace(request, guidance=guidances[request.sampling.stop_token_ids])
+        for request in requests
+    ]
+
+
+def guidance(
+    grammar: Grammar,
+    end_ids: frozenset[int],
+    model_end_ids: frozenset[int],
+    *,
+    ensures_complete: bool,
+) -> Guidance:
+    """Return how a grammar guides what ends with some ids."""
+    # What ignores all ends still has to be told that the text is over.
+    return Guidance(
+        grammar=grammar, end_ids=end_ids or model_end_ids, ensures_complete=ensures_complete
+    )
+
+
+def _check_budget(requests: Sequence[GenerationRequest], grammar: Grammar) -> None:
+    if grammar.image is None or grammar.min_tokens is None:
+        raise InvalidRequestError(
+            "ensure_complete is not supported for a grammar that runs on the host: one that"
+            " recurs, or is too large for the device.",
+            param="ensure_complete",
+        )
+    max_tokens = min(request.sampling.max_tokens for request in requests)
+    if max_tokens < grammar.min_tokens:
+        raise InvalidRequestError(
+            f"ensure_complete: the shortest text and its end take {grammar.min_tokens} tokens;"
+            f" this answer may have {max_tokens}.",
+            param="ensure_complete",
+        )
