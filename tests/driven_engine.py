@@ -26,14 +26,14 @@ class DrivenEngine:
         self, runner: Runner, scheduler: Scheduler, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.scheduler = scheduler
-        self.inbox = Inbox()
+        self._inbox = Inbox()
         self.metrics = Metrics()
         self.events: list[OutputEvent] = []
         self.faults: list[Exception] = []
         self.core = EngineCore(
             runner,
             scheduler,
-            self.inbox,
+            self._inbox,
             publish=self._keep,
             on_death=self.faults.append,
             metrics=self.metrics,
@@ -42,7 +42,7 @@ class DrivenEngine:
         self._is_told = False
 
     def put(self, command: Command) -> None:
-        self.inbox.put(command)
+        self._inbox.put(command)
         self._is_told = True
 
     def add(self, *requests: GenerationRequest, arrival_s: float = 0.0) -> None:

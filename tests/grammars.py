@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.guided.masks import unpacked
 from jaxserve.guided.tables import START_STATE, TokenTables
 from jaxserve.guided.vocabulary import GrammarVocabulary
 
@@ -41,15 +42,9 @@ def longest_first(vocabulary: GrammarVocabulary, text: str) -> list[int]:
     return ids
 
 
-def unpacked(words_W: NDArray[np.uint32], size: int | None = None) -> NDArray[np.bool_]:
-    """Return a packed mask as booleans."""
-    bits = np.unpackbits(words_W.astype("<u4").view(np.uint8), bitorder="little")
-    return bits[:size].astype(np.bool_)
-
-
-def ids_of(words_W: NDArray[np.uint32], size: int | None = None) -> set[int]:
+def ids_of(words_W: NDArray[np.uint32]) -> set[int]:
     """Return the ids that a packed mask has."""
-    return set(np.flatnonzero(unpacked(words_W, size)).tolist())
+    return set(np.flatnonzero(unpacked(words_W)).tolist())
 
 
 def distances(tables: TokenTables) -> NDArray[np.int64]:

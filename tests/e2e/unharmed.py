@@ -31,7 +31,7 @@ async def good_choice(server: ServerProcess) -> Any:
 async def unharmed(server: ServerProcess) -> AsyncIterator[None]:
     """Check that what happens inside leaves nothing behind, and the server as well as before."""
     before = await good_choice(server)
-    num_before = num_sockets(server)
+    num_before = num_open(server)
     log_start = len(server.log)
 
     yield
@@ -44,7 +44,7 @@ async def unharmed(server: ServerProcess) -> AsyncIterator[None]:
     assert "Traceback" not in log
     # Nothing that a terminal would obey.
     assert re.search(r"[\x00-\x08\x0b-\x1f\x7f]", log) is None
-    await asyncio.to_thread(wait_until, lambda: num_sockets(server) <= num_before)
+    await asyncio.to_thread(wait_until, lambda: num_open(server) <= num_before)
 
 
 def is_idle(server: ServerProcess) -> bool:
@@ -57,7 +57,7 @@ def is_idle(server: ServerProcess) -> bool:
     return all(server.metric(f"jaxserve_{gauge}") == 0 for gauge in gauges)
 
 
-def num_sockets(server: ServerProcess) -> int:
-    """Count connections and what listens; pipes lead to the process that compiles grammars."""
+def num_open(server: ServerProcess) -> int:
+    """Count what is open, but for pipes: they lead to the process that compiles grammars."""
     links = Path(f"/proc/{server.process.pid}/fd").glob("*")
-    return sum(os.path.realpath(link).rpartition("/")[2].startswith("socket:") for link in links)
+    return sum(not os.path.realpath(link).rpartition("/")[2].startswith("pipe:") for link in links)

@@ -231,7 +231,9 @@ async def test_a_thought_that_is_closed_in_time_is_followed_by_the_grammar(
     assert second("<|channel>") is None
 
 
-@pytest.mark.parametrize("fields", [{}, {"tools": ASK["tools"]}, FORCED], ids=len)
+@pytest.mark.parametrize(
+    "fields", [{}, {"tools": ASK["tools"]}, FORCED], ids=["free", "auto", "required"]
+)
 async def test_the_marker_that_closes_a_thought_is_scored(
     gemma4: ServedModel, fields: dict[str, Any]
 ) -> None:
@@ -425,7 +427,9 @@ async def test_one_who_goes_waits_for_no_grammar(
     assert stuck == ["asked", "asked", "left"]
 
 
-@pytest.mark.parametrize("fields", [ASK, FORCED, {"messages": [USER], **ONE}], ids=len)
+@pytest.mark.parametrize(
+    "fields", [ASK, FORCED, {"messages": [USER], **ONE}], ids=["auto", "required", "schema"]
+)
 async def test_a_full_queue_of_grammars_refuses(
     gemma4: ServedModel, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:

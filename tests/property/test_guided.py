@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import SchemaError
 from jaxserve.guided.compiling import compile_grammar
+from jaxserve.guided.masks import unpacked
 from jaxserve.guided.tables import GrammarSpec, TokenTables
-from tests.grammars import random_walk, spelled, tiny_vocabulary, unpacked
+from tests.grammars import random_walk, spelled, tiny_vocabulary
 
 VOCABULARY = tiny_vocabulary()
 NAMES = ("a", "b", "kind", 'q"')
@@ -118,7 +119,7 @@ def test_masks_are_what_trying_each_token_says(schema: Any, seed: int) -> None:
     tables = tables_of(schema)
     rng = random.Random(seed)
     for state in rng.sample(range(len(tables.next_SC)), min(5, len(tables.next_SC))):
-        mask = unpacked(tables.masks_DW[tables.mask_id_S[state]], VOCABULARY.size)
+        mask = unpacked(tables.masks_DW[tables.mask_id_S[state]])[: VOCABULARY.size]
         for token_id, text in enumerate(VOCABULARY.token_bytes):
             after = state if text else -1
             # Ids of single bytes are the bytes: any token is a walk of those.

@@ -138,9 +138,8 @@ async def test_abort_is_sent_once_and_not_after_the_end() -> None:
 async def test_submit_is_refused_unless_ready(phase: Phase) -> None:
     client = EngineClient(Inbox(), max_waiting_requests=1, max_waiting_tokens=1)
     client.set_status(EngineStatus(phase=phase))
-    with pytest.raises(UnavailableError) as refusal:
+    with pytest.raises(UnavailableError):
         submit(client, request())
-    assert refusal.value.retry_after_s
 
 
 async def test_submit_to_a_dead_engine() -> None:
@@ -170,9 +169,8 @@ async def test_the_queue_is_bounded_by_requests_until_a_first_token() -> None:
     client = ready_client(Inbox(), max_waiting_requests=2)
     submit(client, request("a"))
     submit(client, request("b"))
-    with pytest.raises(OverloadedError, match="2 sequences") as refusal:
+    with pytest.raises(OverloadedError, match="2 sequences"):
         submit(client, request("c"))
-    assert refusal.value.retry_after_s
     client.deliver([TokenOutput("a", (1,))])
     await asyncio.sleep(0.001)
     submit(client, request("c"))

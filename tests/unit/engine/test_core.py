@@ -99,7 +99,7 @@ def test_stats_say_when_a_request_ran() -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(7))
-def test_an_abort_ends_the_request_within_two_steps(num_steps: int) -> None:
+def test_an_abort_ends_the_request_with_the_next_step(num_steps: int) -> None:
     """The passes are: prefill 1 of 2, 2 of 2, first decode, then decode with one in flight."""
     engine = SteppedEngine(
         FakeRunner(max_model_len=64, extend_buckets=(FakeRunner().extend_buckets[-1],))
@@ -316,6 +316,6 @@ def test_submits_that_race_with_death_are_refused_or_failed() -> None:
 def test_a_lost_page_is_found_when_idle() -> None:
     engine = SteppedEngine()
     engine.scheduler.pages.pool.allocate(1)
-    engine.inbox.put(Stop())
+    engine.put(Stop())
     engine.core.run()
     assert isinstance(engine.faults[0], InvariantError)

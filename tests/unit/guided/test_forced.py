@@ -52,7 +52,7 @@ def chain(made: CanonicalTables, limit: int = 1000) -> Sequence[int]:
 
 
 def allowed(tables: TokenTables, state: int) -> set[int]:
-    return ids_of(tables.masks_DW[tables.mask_id_S[state]], VOCABULARY.size)
+    return ids_of(tables.masks_DW[tables.mask_id_S[state]])
 
 
 def test_forced_text_is_written_as_the_tokenizer_does_but_for_its_last_token() -> None:

@@ -10,10 +10,11 @@ from jaxserve.guided import regex
 from jaxserve.guided.automaton import Dfa
 from jaxserve.guided.composing import literals
 from jaxserve.guided.json_values import any_value
+from jaxserve.guided.masks import unpacked
 from jaxserve.guided.notation import JsonNotation
 from jaxserve.guided.token_tables import token_tables
 from jaxserve.guided.vocabulary import GrammarVocabulary
-from tests.grammars import CONTROL_ID, END_ID, tiny_vocabulary, unpacked
+from tests.grammars import CONTROL_ID, END_ID, tiny_vocabulary
 
 VOCABULARY = tiny_vocabulary()
 
@@ -39,7 +40,7 @@ def test_tables_are_what_walking_bytes_says(dfa: Dfa) -> None:
     for state in rng.sample(range(dfa.num_states), min(dfa.num_states, 60)):
         expected = [walked(dfa, state, text) for text in VOCABULARY.token_bytes]
         assert [tables.advance(state, x) for x in range(VOCABULARY.size)] == expected
-        mask = unpacked(tables.masks_DW[tables.mask_id_S[state]], VOCABULARY.size)
+        mask = unpacked(tables.masks_DW[tables.mask_id_S[state]])[: VOCABULARY.size]
         assert mask.tolist() == [x >= 0 for x in expected]
     assert (tables.accepting_S == dfa.accepting_S).all()
 
