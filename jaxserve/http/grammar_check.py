@@ -3,6 +3,7 @@
 Event loop only; texts are judged on a worker thread.
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -55,10 +56,11 @@ async def check_grammar(
             trigger=next(iter(triggers), None),
         )
     if request.texts:
-        # In threads that no request for an answer waits for.
-        report["texts"] = await anyio.to_thread.run_sync(
+        # In threads that no request for an answer waits for; shielded as in Grammars.prepare.
+        judging = anyio.to_thread.run_sync(
             lambda: _judge(checker(), request.texts), limiter=limiter(is_foreign=True)
         )
+        report["texts"] = await asyncio.shield(judging)
     return report
 
 

@@ -3,6 +3,7 @@
 Event loop only; the work is done elsewhere, by the compiler or a worker thread.
 """
 
+import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -78,8 +79,9 @@ class Grammars:
         grammar = self._kept.get(key)
         if grammar is None:
             compiled = await self._compiler.compile(spec) if spec else None
-            grammar = await anyio.to_thread.run_sync(
-                self._layouts.lay_out, key, compiled, openings, stops
+            # Shielded: whoever leaves must not make room for one more thread while his works on.
+            grammar = await asyncio.shield(
+                anyio.to_thread.run_sync(self._layouts.lay_out, key, compiled, openings, stops)
             )
             if grammar.loosened:
                 logger.warning(

@@ -3,7 +3,6 @@
 The engine plays a script, so what it says is checked against the grammar that it was given.
 """
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 
-from jaxserve.errors import OverloadedError, SchemaError
+from jaxserve.errors import SchemaError
 from jaxserve.guided.tables import Grammar, GrammarSpec
 from jaxserve.http.app import build_app
 from jaxserve.http.config import HttpConfig
@@ -26,11 +25,14 @@ from tests.fake_engine import (
     ids,
     turn_ids,
 )
-from tests.http.driver import open_post, post
+from tests.http.driver import post
 from tests.http.inline_grammars import InlineCompiler, Ways, with_grammars
 from tests.http.tool_requests import (
     ASK,
     CHAT,
+    FORCED,
+    ONE,
+    THINKING,
     USER,
     answer,
     answers,
@@ -40,16 +42,11 @@ from tests.http.tool_requests import (
     tool,
 )
 
-FORCED: dict[str, Any] = {**ASK, "tool_choice": "required"}
 NAMED: dict[str, Any] = {**ASK, "tool_choice": {"type": "function", "function": {"name": "b"}}}
-THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
 LAMP = '<|tool_call>call:set_lamp{level:3,room:<|"|>attic<|"|>}<tool_call|>'
 B = "<|tool_call>call:b{}<tool_call|>"
 RESPONSE = MARKER_IDS["<|tool_response>"]
 UNENFORCEABLE = tool("u", x={"type": "array", "uniqueItems": True})
-ONE = {
-    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
-}
 
 
 @pytest.fixture(scope="module")
@@ -378,65 +375,3 @@ async def test_a_compiler_that_fails_leaves_calls_free(
     strict = {"function": {**ASK["tools"][0]["function"], "strict": True}}
     reply = await post(app, CHAT, {**ASK, "tools": [strict]})
     assert (reply.status, reply.error["param"]) == (400, "tools")
-
-
-THOUGHTFUL = {"messages": [USER], **ONE, **THINKING, "thinking_token_budget": 3}
-
-
-@pytest.fixture
-def stuck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let the second compilation of a grammar, and all later ones, never end; return what asks."""
-    asked: list[str] = []
-    compile_inline = InlineCompiler.compile
-
-    async def wait(self: InlineCompiler, spec: GrammarSpec) -> Grammar:
-        asked.append("asked")
-        if len(asked) > 1:
-            try:
-                await asyncio.Event().wait()
-            finally:
-                asked.append("left")
-        return await compile_inline(self, spec)
-
-    monkeypatch.setattr(InlineCompiler, "compile", wait)
-    return asked
-
-
-async def test_timeout_s_bounds_the_grammar_behind_a_thought(
-    gemma4: ServedModel, stuck: list[str]
-) -> None:
-    app = serve(with_grammars(gemma4), FakeEngine())
-    reply = await post(app, CHAT, {**THOUGHTFUL, "timeout_s": 0.1})
-    assert (reply.status, reply.error["code"]) == (503, "unavailable")
-
-
-@pytest.mark.parametrize(
-    ("url", "fields"), [(CHAT, ASK), (CHAT, THOUGHTFUL), ("/v1/grammar/check", ONE)], ids=str
-)
-async def test_one_who_goes_waits_for_no_grammar(
-    gemma4: ServedModel, stuck: list[str], url: str, fields: dict[str, Any]
-) -> None:
-    model = with_grammars(gemma4)
-    if fields is not THOUGHTFUL:
-        stuck.append("asked")  # also the first one never ends
-    connection = open_post(serve(model, FakeEngine()), url, fields)
-    while len(stuck) < 2:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.005)
-    connection.disconnect()
-    await connection.finish()
-    assert stuck == ["asked", "asked", "left"]
-
-
-@pytest.mark.parametrize(
-    "fields", [ASK, FORCED, {"messages": [USER], **ONE}], ids=["auto", "required", "schema"]
-)
-async def test_a_full_queue_of_grammars_refuses(
-    gemma4: ServedModel, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-) -> None:
-    async def refuse(self: object, spec: GrammarSpec) -> Grammar:
-        raise OverloadedError("64 grammars wait to be compiled")
-
-    monkeypatch.setattr(InlineCompiler, "compile", refuse)
-    reply = await post(serve(with_grammars(gemma4), FakeEngine()), CHAT, fields)
-    assert (reply.status, reply.error["code"]) == (429, "queue_full")
-    assert reply.headers["retry-after"] == "1"

@@ -20,6 +20,11 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 SET_LAMP = tool("set_lamp", room={"type": "string"}, level={"type": "integer"})
 TOOLS = [SET_LAMP, tool("b")]
 ASK: dict[str, Any] = {"messages": [USER], "tools": TOOLS}
+FORCED: dict[str, Any] = {**ASK, "tool_choice": "required"}
+THINKING = {"chat_template_kwargs": {"enable_thinking": True}}
+ONE = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}
+}
 
 
 def calling(arguments: Any = "{}", *, name: str = "set_lamp", id: str = "c1") -> dict[str, Any]:
