@@ -173,6 +173,9 @@ def _attend(
     else:
         first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
         most_pages = min(table_size, (window + block - 2) // page_size + 2)
+        if chunk_pages < most_pages:
+            # Chunks lie at the same places for every row: elsewhere its sums would round otherwise.
+            first_R = first_R // chunk_pages * chunk_pages
     chunk_pages = min(chunk_pages, most_pages)
 
     q_RKTGE = q_RTHE.reshape(num_rows, block, num_kv_heads, group, head_dim).swapaxes(1, 2)

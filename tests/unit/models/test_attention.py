@@ -105,6 +105,24 @@ def test_blocks_of_one_run_have_the_bits_that_they_have_apart(
     np.testing.assert_array_equal(as_one.reshape(flat_shape)[kept], apart.reshape(flat_shape)[kept])
 
 
+@pytest.mark.parametrize("start", [0, 128, 200, 217])
+def test_a_window_has_the_same_bits_wherever_blocks_begin(start: int) -> None:
+    window, num_tokens = 300, 128
+    rng = np.random.default_rng(3)
+    cache, table_M = pages(rng), rng.integers(1, NUM_PAGES, TABLE)
+    q_NHE = rng.standard_normal((num_tokens, 4, HEAD_DIM))
+
+    def by_blocks(block: int) -> np.ndarray:
+        num_rows = num_tokens // block
+        rows = rows_of(start + np.arange(num_rows) * block, block, np.tile(table_M, (num_rows, 1)))
+        q_RTHE = q_NHE.reshape(num_rows, block, 4, HEAD_DIM)
+        return run(q_RTHE, cache, rows, window).reshape(q_NHE.shape)
+
+    of_each = by_blocks(1)
+    for block in (16, 32, 128):
+        np.testing.assert_array_equal(by_blocks(block), of_each)
+
+
 def test_blocks_of_two_sequences_each_read_their_own_pages() -> None:
     rng = np.random.default_rng(2)
     cache = pages(rng)
