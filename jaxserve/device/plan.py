@@ -17,8 +17,11 @@ AttentionKernel = Literal["pallas", "xla"]
 PAGE_SIZE = 32
 """Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
 
-CPU_CHUNK_TOKENS = 128
-ACCELERATOR_CHUNK_TOKENS = 8192
+CPU_CHUNK_TOKENS = (128, 256)
+"""Keys that attention reads at a time, in decode and in extend: there a chunk's sum over many queries
+is the greater part of its time (docs/experiments.md)."""
+
+ACCELERATOR_CHUNK_TOKENS = (8192, 8192)
 ACCELERATOR_CONTEXTS = (8192,)
 
 ACCELERATOR_ROWS = (1, 8, 16, 32, 64)
@@ -39,7 +42,9 @@ class DevicePlan:
         row_buckets: rows that decode is compiled for, ascending; the last is num_slots.
         table_sizes: entries of a page table that programs are compiled for, ascending; the last
             holds max_model_len.
-        chunk_pages: pages that attention in plain JAX reads at a time; None: a kernel reads them.
+        chunk_pages: pages that attention in plain JAX reads at a time in decode; None: a kernel
+            reads them.
+        extend_chunk_pages: the same in extend.
         arena_rows: rows of grammars, beside those that slots own.
     """
 
@@ -55,6 +60,7 @@ class DevicePlan:
     table_sizes: tuple[int, ...]
     extend_buckets: tuple[ExtendBucket, ...]
     chunk_pages: int | None
+    extend_chunk_pages: int | None
     arena_rows: int = 0
 
     @property
@@ -82,6 +88,9 @@ def make_plan(
     """Choose the buckets for two pools and their limits."""
     contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
     chunk_tokens = ACCELERATOR_CHUNK_TOKENS if is_accelerator else CPU_CHUNK_TOKENS
+    chunk_pages, extend_chunk_pages = (
+        None if attention == "pallas" else tokens // PAGE_SIZE for tokens in chunk_tokens
+    )
     powers = ACCELERATOR_ROWS if is_accelerator else [2**i for i in range(max_batch.bit_length())]
     return DevicePlan(
         dtype=dtype,
@@ -95,7 +104,8 @@ def make_plan(
         row_buckets=(*(rows for rows in powers if rows < max_batch), max_batch),
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
         extend_buckets=extend_buckets(max_model_len, is_accelerator=is_accelerator),
-        chunk_pages=None if attention == "pallas" else chunk_tokens // PAGE_SIZE,
+        chunk_pages=chunk_pages,
+        extend_chunk_pages=extend_chunk_pages,
         arena_rows=arena_rows,
     )
 

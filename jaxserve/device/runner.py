@@ -191,7 +191,7 @@ def _extend_shape(plan: DevicePlan, bucket: ExtendBucket, table_size: int) -> Ex
         bucket=bucket,
         num_sequences=min(bucket.tokens // bucket.block, plan.num_slots),
         table_size=table_size,
-        chunk_pages=plan.chunk_pages,
+        chunk_pages=plan.extend_chunk_pages,
     )
 
 

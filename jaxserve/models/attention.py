@@ -7,6 +7,7 @@ at a time, S = C·Z. Products run over B = R·K, rows and kv heads as one leadin
 backend copies otherwise.
 """
 
+import math
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -28,6 +29,10 @@ from jaxserve.models.kv_cache import (
     to_words,
 )
 from jaxserve.models.layers import sum_rows
+
+SLIDING_BLOCK = 256
+"""Tokens a row to which sliding layers join the blocks of a run: shorter rows read a window for few
+queries each, longer ones compute more scores beyond it (docs/experiments.md)."""
 
 Scales = tuple[jax.Array, jax.Array]
 """Of int8 keys and of int8 values, [B, S]."""
@@ -68,15 +73,16 @@ class PagedRows:
         """Return every token's position, int32."""
         return self.start_R[:, None] + jnp.arange(self.block)
 
-    def as_one_run(self) -> "PagedRows":
-        """Return one row of R·T tokens instead of the blocks; only where `is_one_run`."""
+    def joined(self, block: int) -> "PagedRows":
+        """Return rows of `block` tokens, a multiple of T; only where `is_one_run`."""
+        num_joined = block // self.block
         return PagedRows(
-            start_R=self.start_R[:1],
-            num_valid_R=self.num_valid_R.sum(keepdims=True),
-            table_RM=self.table_RM[:1],
-            sliding_table_RM=self.sliding_table_RM[:1],
-            full_start_R=self.full_start_R[:1],
-            block=self.start_R.size * self.block,
+            start_R=self.start_R[::num_joined],
+            num_valid_R=self.num_valid_R.reshape(-1, num_joined).sum(axis=1),
+            table_RM=self.table_RM[::num_joined],
+            sliding_table_RM=self.sliding_table_RM[::num_joined],
+            full_start_R=self.full_start_R[::num_joined],
+            block=block,
         )
 
     def table_of(self, kind: AttentionKind) -> jax.Array:
@@ -135,18 +141,23 @@ def attend(
     the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
     of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
     whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
-    Full-attention layers take the blocks of one run as one row, which reads each key once and, on
-    a CPU, rounds alike.
+    The blocks of one run are joined to longer rows, which read each key less often and, on a CPU,
+    round alike: full-attention layers take them as one.
     """
     attend_to = partial(_attend, pages=pages, window=window, chunk_pages=chunk_pages, dtype=dtype)
+    block = rows.start_R.size * rows.block
+    if window is not None:
+        # What reads a window as a whole rounds by where a block begins: it keeps its blocks.
+        walks = chunk_pages < window // pages.positions
+        block = math.gcd(block, SLIDING_BLOCK) if walks else rows.block
 
-    def attend_as_one() -> jax.Array:
-        q_1NHE = q_RTHE.reshape(1, -1, *q_RTHE.shape[2:])
-        return attend_to(q_1NHE, rows.as_one_run()).reshape(q_RTHE.shape)
+    def attend_joined() -> jax.Array:
+        q_JBHE = q_RTHE.reshape(-1, block, *q_RTHE.shape[2:])
+        return attend_to(q_JBHE, rows.joined(block)).reshape(q_RTHE.shape)
 
-    if window is not None or rows.is_one_run is None:
+    if rows.is_one_run is None or block <= rows.block:
         return attend_to(q_RTHE, rows)
-    out_RTHE: jax.Array = lax.cond(rows.is_one_run, attend_as_one, lambda: attend_to(q_RTHE, rows))
+    out_RTHE: jax.Array = lax.cond(rows.is_one_run, attend_joined, lambda: attend_to(q_RTHE, rows))
     return out_RTHE
 
 

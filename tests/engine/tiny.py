@@ -41,6 +41,7 @@ PLAN = DevicePlan(
     table_sizes=(16,),
     extend_buckets=(ExtendBucket(tokens=16, block=8), ExtendBucket(tokens=64, block=16)),
     chunk_pages=4,
+    extend_chunk_pages=4,
     arena_rows=70,
 )
 

@@ -72,18 +72,20 @@ def test_a_row_has_the_same_bits_alone_and_in_company(
     np.testing.assert_array_equal(run(q_RTHE[:num_rows], cache, some, window), together[:num_rows])
 
 
+@pytest.mark.parametrize("window", [None, WINDOW, 200])
 @pytest.mark.parametrize(
     ("kind", "dtype", "block", "start"),
     [
         ("float", jnp.bfloat16, 16, 300),
         ("float", jnp.bfloat16, 32, 0),
+        ("float", jnp.bfloat16, 64, 100),
         ("float", jnp.float32, 32, 300),
         ("two heads", jnp.bfloat16, 32, 300),
         ("int8", jnp.bfloat16, 16, 300),
     ],
 )
 def test_blocks_of_one_run_have_the_bits_that_they_have_apart(
-    kind: str, dtype: DTypeLike, block: int, start: int
+    kind: str, dtype: DTypeLike, block: int, start: int, window: int | None
 ) -> None:
     rng = np.random.default_rng(1)
     num_rows, num_empty = 8, 2
@@ -97,8 +99,8 @@ def test_blocks_of_one_run_have_the_bits_that_they_have_apart(
     num_valid_R = np.clip(num_tokens - offset_R, 0, block)
     rows = replace(rows, num_valid_R=jnp.asarray(num_valid_R, jnp.int32))
 
-    apart = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), None, dtype)
-    as_one = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), None, dtype)
+    apart = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), window, dtype)
+    as_one = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), window, dtype)
 
     kept = slice(0, num_tokens)
     flat_shape = (num_rows * block, 4, HEAD_DIM)
