@@ -18,8 +18,8 @@ PAGE_SIZE = 32
 """Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
 
 CPU_CHUNK_TOKENS = (128, 256)
-"""Keys that attention reads at a time, in decode and in extend: there a chunk's sum over many queries
-is the greater part of its time (docs/experiments.md)."""
+"""Keys that attention reads at a time, in decode and in extend. In extend a chunk's sum over many
+queries is the greater part of its time (docs/experiments.md)."""
 
 ACCELERATOR_CHUNK_TOKENS = (8192, 8192)
 ACCELERATOR_CONTEXTS = (8192,)
