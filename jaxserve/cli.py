@@ -15,6 +15,7 @@ from typing import Any
 from jaxserve import __version__, grammar_command, logs
 from jaxserve.config import PROGRAM_FLAGS, TARGETS, ServeConfig, serve_flags
 from jaxserve.errors import ConfigError, ModelLoadError
+from jaxserve.flag_hints import unrecognized
 from jaxserve.hub.demo import DEMO_MODEL_NAME, fetch_gemma3_270m
 
 API_KEY_VARIABLE = "JAXSERVE_API_KEY"
@@ -22,7 +23,11 @@ API_KEY_VARIABLE = "JAXSERVE_API_KEY"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the process's exit code."""
-    arguments = vars(parser().parse_args(argv))
+    command_line = parser()
+    known, unknown = command_line.parse_known_args(argv)
+    if unknown:
+        command_line.error(unrecognized(unknown, [_flag(setting) for setting in serve_flags()]))
+    arguments = vars(known)
     command = arguments.pop("command")
     try:
         if command == "fetch":
@@ -51,17 +56,22 @@ def cache_dir() -> Path:
 
 def _serve_config(arguments: dict[str, Any]) -> ServeConfig:
     """Make settings of parsed flags and the environment."""
-    positional = arguments.pop("model_argument")
-    if positional is not None:
-        if arguments["model"] not in (None, positional):
-            raise ConfigError(f"two models are named: {positional} and {arguments['model']}")
-        arguments["model"] = positional
+    _name_model(arguments)
     from_environment = os.environ.get(API_KEY_VARIABLE, "").split(",")
     for setting in serve_flags():
         if isinstance(setting.default, tuple):
             arguments[setting.name] = tuple(arguments[setting.name] or ())
     arguments["api_key"] += tuple(filter(None, map(str.strip, from_environment)))
     return ServeConfig(**arguments)
+
+
+def _name_model(arguments: dict[str, Any]) -> None:
+    """Let MODEL stand for --model."""
+    positional = arguments.pop("model_argument")
+    if positional is not None:
+        if arguments["model"] not in (None, positional):
+            raise ConfigError(f"two models are named: {positional} and {arguments['model']}")
+        arguments["model"] = positional
 
 
 def _serve(config: ServeConfig) -> int:
@@ -75,6 +85,7 @@ def _serve(config: ServeConfig) -> int:
 
 def _compile(arguments: dict[str, Any]) -> int:
     target, out = arguments.pop("target"), Path(arguments.pop("out")).expanduser()
+    _name_model(arguments)
     config = ServeConfig(**arguments)
     config.check()
     logs.configure("INFO")
@@ -108,7 +119,6 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=_HelpFormatter,
     )
     _add_settings(serve, serve_flags())
-    serve.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model")
     fetch = commands.add_parser("fetch", help="put a demo model into the user's cache folder")
     fetch.add_argument("name", choices=[DEMO_MODEL_NAME])
     grammar_command.add_command(commands)
@@ -125,7 +135,15 @@ def parser() -> argparse.ArgumentParser:
     )
     names = ("model", *PROGRAM_FLAGS)
     _add_settings(compile_parser, [s for s in serve_flags() if s.name in names])
+    for command in (serve, compile_parser):
+        command.add_argument(
+            "model_argument", nargs="?", metavar="MODEL", help="the same as --model"
+        )
     return top
+
+
+def _flag(setting: Field[Any]) -> str:
+    return "--" + setting.name.replace("_", "-")
 
 
 def _add_settings(command: argparse.ArgumentParser, settings: Iterable[Field[Any]]) -> None:
@@ -135,7 +153,7 @@ def _add_settings(command: argparse.ArgumentParser, settings: Iterable[Field[Any
             kind = next((t for t in (int, float) if str(t.__name__) in str(setting.type)), str)
             options.setdefault("type", kind)
         command.add_argument(
-            "--" + setting.name.replace("_", "-"),
+            _flag(setting),
             # argparse would append to a default.
             default=None if isinstance(setting.default, tuple) else setting.default,
             help=options.pop("help").replace("%", "%%"),

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeGuard, TypeVar
 
 import orjson
 
@@ -53,6 +53,11 @@ class Boolean:
         return {"type": "boolean"}
 
 
+def _is_integer(value: object) -> TypeGuard[int]:
+    """Say whether a JSON value is an integer; to Python a boolean is one too."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class Integer:
     """A JSON integer in [minimum, maximum]; neither a boolean nor 5.0."""
@@ -61,12 +66,13 @@ class Integer:
     maximum: int
 
     def __call__(self, value: object, path: str) -> int:
-        # orjson gives integers beyond 64 bits as floats, which are refused like any float.
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise wrong_type(path, "an integer", value)
-        if not self.minimum <= value <= self.maximum:
+        # orjson gives integers beyond 64 bits as floats.
+        is_beyond = isinstance(value, float) and abs(value) >= 1 << 63
+        if is_beyond or (_is_integer(value) and not self.minimum <= value <= self.maximum):
             limits = f"between {self.minimum} and {self.maximum}"
             raise InvalidRequestError(f"{path} must be {limits}, not {value}.", param=path)
+        if not _is_integer(value):
+            raise wrong_type(path, "an integer", value)
         return value
 
     def schema(self) -> Schema:

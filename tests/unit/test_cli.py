@@ -113,6 +113,25 @@ def test_a_fault_becomes_an_exit_code_and_a_line(
     assert capsys.readouterr().err == f"jaxserve: {str(fault) or 'interrupted'}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--max-num-seqs", "8"], "--max-num-seqs: --max-batch"),
+        (["org/name", "-c", "4096"], "-c: --max-model-len, of one sequence"),
+        (["--kv-cache-dtype=fp8"], "--kv-cache-dtype: --kv-dtype"),
+        (["--max-modellen=8"], "--max-modellen: --max-model-len?"),
+    ],
+)
+def test_an_unknown_flag_is_named_with_what_may_have_been_meant(
+    serve: FakeServe, capsys: pytest.CaptureFixture[str], arguments: list[str], hint: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["serve", *arguments])
+
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"  {hint}"
+
+
 @pytest.mark.parametrize("flags", [["--max-batch", "many"], ["--dtype", "int8"], ["--bake"]])
 def test_a_wrong_flag_is_a_wrong_command_line(serve: FakeServe, flags: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
@@ -145,7 +164,7 @@ def test_compile_takes_the_flags_that_shape_programs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("jaxserve.compile_command.run", run)
     monkeypatch.setattr("jaxserve.logs.configure", lambda level: None)
-    command = ["compile", "--target", "cpu", "--out", "programs", "--model", "org/name"]
+    command = ["compile", "org/name", "--target", "cpu", "--out", "programs"]
 
     assert cli.main([*command, "--max-batch", "3", "--kv-cache-bytes", "2K"]) == 7
     config = ServeConfig(model="org/name", max_batch=3, kv_cache_bytes=2000)

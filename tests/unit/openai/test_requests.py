@@ -124,9 +124,19 @@ def test_seeds(seed: int, unsigned: int) -> None:
     assert chat(seed=seed).options.seed == unsigned
 
 
-@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1, 2**70, 1.5, "1", True])
-def test_bad_seeds(seed: object) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+@pytest.mark.parametrize(
+    ("seed", "what"),
+    [
+        (2**64, "between"),
+        (-(2**63) - 1, "between"),
+        (2**70, "between"),
+        (1.5, "an integer"),
+        ("1", "an integer"),
+        (True, "an integer"),
+    ],
+)
+def test_bad_seeds(seed: object, what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f"^seed must be {what}") as caught:
         chat(seed=seed)
     assert caught.value.param == "seed"
 
