@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.device.plan import CPU_EXTEND_CHUNK_TOKENS
 from jaxserve.models.attention import PagedRows
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.key_balance import balance_keys
@@ -18,9 +19,6 @@ from jaxserve.models.params import Params
 from jaxserve.models.transformer import logits, run_reading_layers, run_writing_layers
 
 Float32Array = npt.NDArray[np.float32]
-
-CHUNK_TOKENS = 128
-"""Keys that attention reads at a time, as on a CPU in serving."""
 
 
 @partial(jax.jit, static_argnames=("config", "block", "chunk_pages"), donate_argnames=("cache",))
@@ -76,7 +74,7 @@ class PagedSequence:
             page_size=page_size,
             dtype=dtype,
         )
-        self._chunk_pages = max(CHUNK_TOKENS // page_size, 1)
+        self._chunk_pages = max(CPU_EXTEND_CHUNK_TOKENS // page_size, 1)
         self._num_tokens = 0
 
     def append(self, ids: list[int], block: int) -> Float32Array:

@@ -17,11 +17,13 @@ AttentionKernel = Literal["pallas", "xla"]
 PAGE_SIZE = 32
 """Tokens a page: 16 KiB of a one-head layer's bfloat16 keys, a fair size for one DMA."""
 
-CPU_CHUNK_TOKENS = (128, 256)
-"""Keys that attention reads at a time, in decode and in extend. In extend a chunk's sum over many
-queries is the greater part of its time (docs/experiments.md)."""
+CPU_DECODE_CHUNK_TOKENS = 128
+CPU_EXTEND_CHUNK_TOKENS = 256
+"""Keys that attention in plain JAX reads at a time. In extend every chunk rescales and adds to an
+output of as many rows as there are queries, three fifths of its time at 128 keys; decode has few
+queries, and at 16 rows was quickest at 128 (docs/experiments.md)."""
 
-ACCELERATOR_CHUNK_TOKENS = (8192, 8192)
+ACCELERATOR_CHUNK_TOKENS = 8192
 ACCELERATOR_CONTEXTS = (8192,)
 
 ACCELERATOR_ROWS = (1, 8, 16, 32, 64)
@@ -42,9 +44,9 @@ class DevicePlan:
         row_buckets: rows that decode is compiled for, ascending; the last is num_slots.
         table_sizes: entries of a page table that programs are compiled for, ascending; the last
             holds max_model_len.
-        chunk_pages: pages that attention in plain JAX reads at a time in decode; None: a kernel
-            reads them.
-        extend_chunk_pages: the same in extend.
+        decode_chunk_pages: pages that decode's attention in plain JAX reads at a time; None: a
+            kernel reads them, in extend as well.
+        extend_chunk_pages: the same of extend.
         arena_rows: rows of grammars, beside those that slots own.
     """
 
@@ -59,13 +61,13 @@ class DevicePlan:
     row_buckets: tuple[int, ...]
     table_sizes: tuple[int, ...]
     extend_buckets: tuple[ExtendBucket, ...]
-    chunk_pages: int | None
+    decode_chunk_pages: int | None
     extend_chunk_pages: int | None
     arena_rows: int = 0
 
     @property
     def attention(self) -> AttentionKernel:
-        return "pallas" if self.chunk_pages is None else "xla"
+        return "pallas" if self.decode_chunk_pages is None else "xla"
 
 
 def pages_for(num_tokens: int) -> int:
@@ -87,10 +89,12 @@ def make_plan(
 ) -> DevicePlan:
     """Choose the buckets for two pools and their limits."""
     contexts = [n for n in ACCELERATOR_CONTEXTS if n < max_model_len] if is_accelerator else []
-    chunk_tokens = ACCELERATOR_CHUNK_TOKENS if is_accelerator else CPU_CHUNK_TOKENS
-    chunk_pages, extend_chunk_pages = (
-        None if attention == "pallas" else tokens // PAGE_SIZE for tokens in chunk_tokens
+    decode_tokens, extend_tokens = (
+        (ACCELERATOR_CHUNK_TOKENS, ACCELERATOR_CHUNK_TOKENS)
+        if is_accelerator
+        else (CPU_DECODE_CHUNK_TOKENS, CPU_EXTEND_CHUNK_TOKENS)
     )
+    is_plain = attention == "xla"
     powers = ACCELERATOR_ROWS if is_accelerator else [2**i for i in range(max_batch.bit_length())]
     return DevicePlan(
         dtype=dtype,
@@ -104,8 +108,8 @@ def make_plan(
         row_buckets=(*(rows for rows in powers if rows < max_batch), max_batch),
         table_sizes=tuple(pages_for(n) for n in (*contexts, max_model_len)),
         extend_buckets=extend_buckets(max_model_len, is_accelerator=is_accelerator),
-        chunk_pages=chunk_pages,
-        extend_chunk_pages=extend_chunk_pages,
+        decode_chunk_pages=decode_tokens // PAGE_SIZE if is_plain else None,
+        extend_chunk_pages=extend_tokens // PAGE_SIZE if is_plain else None,
         arena_rows=arena_rows,
     )
 

@@ -180,7 +180,7 @@ def step_function(
 ) -> tuple[Callable[..., tuple[Any, ...]], tuple[int, ...]]:
     """Return a program's function of (params, cache, state, staged) and its staged data's shape."""
     if isinstance(program, DecodeBucket):
-        decode = partial(programs.decode, config=config, chunk_pages=plan.chunk_pages)
+        decode = partial(programs.decode, config=config, chunk_pages=plan.decode_chunk_pages)
         return decode, (program.rows, row_size(program.table_size))
     extend = partial(programs.extend, config=config, shape=program, scratch_slot=plan.num_slots)
     return extend, (program.staged_size,)

@@ -2,7 +2,8 @@
 
 They are certain before the device samples them, even the one in flight, so they become known ids of
 a running sequence and are computed as a prompt is: by an extend, whose last id samples the next.
-Whether that is done never changes an id, only how long it takes. Device thread only.
+Whether that is done changes how long it takes, and an id only by rounding, where two logits nearly
+tie: extend and decode round in two ways (docs/decisions/0010). Device thread only.
 """
 
 from collections.abc import Sequence

@@ -84,6 +84,7 @@ class Prefixes:
         longest = max((tail.num_tail for tail in tails), default=0)
         copied = max(
             (tail for tail in tails if tail.sliding_page >= 0),
+            key=lambda tail: tail.num_tail,
             default=_Tail(0, 0, -1, -1),
         )
         tip = match.nodes[-1] if match.nodes else match.root

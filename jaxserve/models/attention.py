@@ -31,8 +31,8 @@ from jaxserve.models.kv_cache import (
 from jaxserve.models.layers import sum_rows
 
 SLIDING_BLOCK = 256
-"""Tokens a row to which sliding layers join the blocks of a run: shorter rows read a window for few
-queries each, longer ones compute more scores beyond it (docs/experiments.md)."""
+"""Tokens to which sliding layers join blocks of one run, where their keys are read in chunks of 256
+(docs/experiments.md): longer rows compute more scores beyond their queries' windows."""
 
 Scales = tuple[jax.Array, jax.Array]
 """Of int8 keys and of int8 values, [B, S]."""
@@ -56,7 +56,7 @@ class PagedRows:
         full_start_R: int32, first position whose keys and values full-attention layers write: what
             they have of those before it is there, and shared with others.
         is_one_run: bool scalar; the rows are blocks of one sequence, each where the one before it
-            ends, but for empty ones at the end. None: nobody asked.
+            ends, but for empty ones at the end. None: not known; rows are taken as they are.
         block: T.
     """
 
@@ -73,16 +73,15 @@ class PagedRows:
         """Return every token's position, int32."""
         return self.start_R[:, None] + jnp.arange(self.block)
 
-    def joined(self, block: int) -> "PagedRows":
-        """Return rows of `block` tokens, a multiple of T; only where `is_one_run`."""
-        num_joined = block // self.block
+    def joined(self, num_blocks: int) -> "PagedRows":
+        """Return rows of so many blocks each, of which R is a multiple; only where `is_one_run`."""
         return PagedRows(
-            start_R=self.start_R[::num_joined],
-            num_valid_R=self.num_valid_R.reshape(-1, num_joined).sum(axis=1),
-            table_RM=self.table_RM[::num_joined],
-            sliding_table_RM=self.sliding_table_RM[::num_joined],
-            full_start_R=self.full_start_R[::num_joined],
-            block=block,
+            start_R=self.start_R[::num_blocks],
+            num_valid_R=self.num_valid_R.reshape(-1, num_blocks).sum(axis=1),
+            table_RM=self.table_RM[::num_blocks],
+            sliding_table_RM=self.sliding_table_RM[::num_blocks],
+            full_start_R=self.full_start_R[::num_blocks],
+            block=num_blocks * self.block,
         )
 
     def table_of(self, kind: AttentionKind) -> jax.Array:
@@ -141,24 +140,35 @@ def attend(
     the query's own included) reads only the pages that hold its rows' windows. Reads go in chunks
     of `chunk_pages` with a running softmax, as many as the longest row needs; where one chunk holds
     whatever a row can need, there is no loop. Scales of int8 pages multiply scores and weights.
-    The blocks of one run are joined to longer rows, which read each key less often and, on a CPU,
-    round alike: full-attention layers take them as one.
+    Where the rows are one run, blocks are joined to longer rows, so that a key is read for more
+    queries: all of them in full-attention layers, up to SLIDING_BLOCK tokens in sliding ones. On a
+    CPU the bits are the same.
     """
     attend_to = partial(_attend, pages=pages, window=window, chunk_pages=chunk_pages, dtype=dtype)
-    block = rows.start_R.size * rows.block
+    num_blocks = rows.start_R.size
     if window is not None:
-        # What reads a window as a whole rounds by where a block begins: it keeps its blocks.
-        walks = chunk_pages < window // pages.positions
-        block = math.gcd(block, SLIDING_BLOCK) if walks else rows.block
+        num_blocks = math.gcd(num_blocks, max(SLIDING_BLOCK // rows.block, 1))
+        if chunk_pages >= _most_pages(pages.positions, rows, window):
+            # Read from its row's first page: joined, its keys would be grouped in another way.
+            num_blocks = 1
 
     def attend_joined() -> jax.Array:
-        q_JBHE = q_RTHE.reshape(-1, block, *q_RTHE.shape[2:])
-        return attend_to(q_JBHE, rows.joined(block)).reshape(q_RTHE.shape)
+        joined = rows.joined(num_blocks)
+        joined_RTHE = q_RTHE.reshape(-1, joined.block, *q_RTHE.shape[2:])
+        return attend_to(joined_RTHE, joined).reshape(q_RTHE.shape)
 
-    if rows.is_one_run is None or block <= rows.block:
+    if rows.is_one_run is None or num_blocks == 1:
         return attend_to(q_RTHE, rows)
     out_RTHE: jax.Array = lax.cond(rows.is_one_run, attend_joined, lambda: attend_to(q_RTHE, rows))
     return out_RTHE
+
+
+def _most_pages(page_size: int, rows: PagedRows, window: int | None) -> int:
+    """Return the most pages that a row can need."""
+    table_size = rows.table_RM.shape[1]
+    if window is None:
+        return table_size
+    return min(table_size, (window + rows.block - 2) // page_size + 2)
 
 
 def _attend(
@@ -179,11 +189,10 @@ def _attend(
     # Entries [first, end) of its table are what a row reads.
     last_R = rows.start_R + jnp.maximum(rows.num_valid_R, 1) - 1
     end_R = jnp.minimum(last_R // page_size + 1, table_size)
-    if window is None:
-        first_R, most_pages = jnp.zeros_like(end_R), table_size
-    else:
+    most_pages = _most_pages(page_size, rows, window)
+    first_R = jnp.zeros_like(end_R)
+    if window is not None:
         first_R = jnp.maximum(rows.start_R - window + 1, 0) // page_size
-        most_pages = min(table_size, (window + block - 2) // page_size + 2)
         if chunk_pages < most_pages:
             # Chunks lie at the same places for every row: elsewhere its sums would round otherwise.
             first_R = first_R // chunk_pages * chunk_pages

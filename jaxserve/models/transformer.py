@@ -5,9 +5,10 @@ modeling_gemma4.py). The residual stream is float32; matrices and the cache have
 N = R·T flat tokens, L layers, D model, W the per-layer inputs' width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,12 @@ class Stream:
 def embed(params: Params, config: ModelConfig, ids_N: jax.Array) -> jax.Array:
     """Return scaled embeddings, float32 [N, D]; the scale is √D as the weights' dtype rounds it."""
     scale = jnp.sqrt(jnp.float32(config.model_dim)).astype(params.embed_VD.dtype)
-    return take_rows(params.embed_VD, ids_N) * scale.astype(jnp.float32)
+    row_ND = take_rows(params.embed_VD, ids_N)
+    # Fused with the first layer, one row would round in another way than eight.
+    scaled_ND: jax.Array = _compute_apart(
+        lambda ids_N, row_ND: row_ND * scale.astype(jnp.float32), ids_N, row_ND
+    )
+    return scaled_ND
 
 
 def per_layer_inputs(
@@ -207,18 +213,25 @@ def _rope_tables(config: ModelConfig, positions_N: jax.Array) -> RopeTables:
             for kind, layer in {layer.kind: layer for layer in config.layers}.items()
         }
 
-    def compute_apart(positions_N: jax.Array) -> RopeTables:
-        # XLA's CPU backend would compute them anew in each layer's fusions, for every head; what a
-        # conditional yields it cannot fuse.
-        def never(positions_N: jax.Array) -> RopeTables:
-            zeros: RopeTables = jax.tree.map(jnp.zeros_like, compute(positions_N))
-            return zeros
-
-        apart: RopeTables = lax.cond(positions_N[0] >= 0, compute, never, positions_N)
-        return apart
-
-    tables: RopeTables = lax.platform_dependent(positions_N, cpu=compute_apart, default=compute)
+    # XLA's CPU backend would compute them anew in each layer's fusions, for every head.
+    tables: RopeTables = _compute_apart(compute, positions_N)
     return tables
+
+
+def _compute_apart(compute: Callable[..., Any], index_N: jax.Array, *arguments: jax.Array) -> Any:
+    """Return compute(index_N, *arguments), on a CPU fused with nothing that uses it.
+
+    A barrier is gone before XLA's CPU backend fuses; what a conditional yields it cannot fuse.
+    Indices are never negative, which the compiler does not know.
+    """
+
+    def apart(index_N: jax.Array, *arguments: jax.Array) -> Any:
+        def never(*operands: jax.Array) -> Any:
+            return jax.tree.map(jnp.zeros_like, compute(*operands))
+
+        return lax.cond(index_N[0] >= 0, compute, never, index_N, *arguments)
+
+    return lax.platform_dependent(index_N, *arguments, cpu=apart, default=compute)
 
 
 def run_layers(

@@ -42,7 +42,7 @@ def outputs(folder: Path, chunk_pages: int | None) -> dict[int, list[int]]:
     layers = (replace(sliding, kv_source=0), replace(full, kv_source=1))
     config = replace(config, layers=layers)
     params = random_params(config, jnp.float32, seed=3)
-    plan = replace(PLAN, chunk_pages=chunk_pages, extend_chunk_pages=chunk_pages)
+    plan = replace(PLAN, decode_chunk_pages=chunk_pages, extend_chunk_pages=chunk_pages)
     compiler_options: Any = OPTIONS  # jax takes integers, but does not say so
     compiled: dict[Program, Compiled] = {
         program: lower().compile(compiler_options)

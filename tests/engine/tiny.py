@@ -27,7 +27,8 @@ from tests.checkpoints import Array, Kind, Tensors, config_json, named_tensors, 
 from tests.compiling import OPTIONS
 from tests.driven_engine import DrivenEngine
 
-# Small pages and chunks of 4 pages, so that short sequences cross their borders; window: 16.
+# Small pages and chunks of 2 and 4 pages, so that short sequences cross their borders; extends walk
+# the window of 16 tokens in chunks, decodes read it at once.
 PLAN = DevicePlan(
     dtype="float32",
     kv_dtype="float32",
@@ -40,8 +41,8 @@ PLAN = DevicePlan(
     row_buckets=(1, 2, 4, 8),
     table_sizes=(16,),
     extend_buckets=(ExtendBucket(tokens=16, block=8), ExtendBucket(tokens=64, block=16)),
-    chunk_pages=4,
-    extend_chunk_pages=4,
+    decode_chunk_pages=4,
+    extend_chunk_pages=2,
     arena_rows=70,
 )
 

@@ -49,15 +49,15 @@ def test_every_length_has_a_table_and_the_largest_chunk_a_whole_number_of_blocks
     tokens = [bucket.tokens for bucket in made.extend_buckets]
     assert tokens == sorted(set(tokens))
     assert all(bucket.tokens % bucket.block == 0 for bucket in made.extend_buckets)
-    assert made.chunk_pages is not None
-    assert made.extend_chunk_pages is not None
-    assert 1 <= made.chunk_pages <= made.extend_chunk_pages
+    chunk_pages = (256, 256) if is_accelerator else (4, 8)
+    assert (made.decode_chunk_pages, made.extend_chunk_pages) == chunk_pages
 
 
 def test_kernels_choose_their_own_chunks() -> None:
     made = plan(is_accelerator=True, attention="pallas")
 
-    assert (made.attention, made.chunk_pages, made.extend_chunk_pages) == ("pallas", None, None)
+    assert made.attention == "pallas"
+    assert (made.decode_chunk_pages, made.extend_chunk_pages) == (None, None)
     assert plan(is_accelerator=True).attention == "xla"
 
 

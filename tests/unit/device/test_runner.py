@@ -39,8 +39,8 @@ PLAN = DevicePlan(
     row_buckets=(1, 2, 4),
     table_sizes=(2, 8),
     extend_buckets=(ExtendBucket(tokens=8, block=4), ExtendBucket(tokens=16, block=4)),
-    chunk_pages=2,
-    extend_chunk_pages=2,
+    decode_chunk_pages=2,
+    extend_chunk_pages=1,
 )
 SAMPLING = SamplingParams(max_tokens=1, seed=0, temperature=0.5)
 NO_WEIGHTS = cast(Params, None)

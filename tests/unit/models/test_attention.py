@@ -72,23 +72,28 @@ def test_a_row_has_the_same_bits_alone_and_in_company(
     np.testing.assert_array_equal(run(q_RTHE[:num_rows], cache, some, window), together[:num_rows])
 
 
-@pytest.mark.parametrize("window", [None, WINDOW, 200])
 @pytest.mark.parametrize(
-    ("kind", "dtype", "block", "start"),
+    ("kind", "dtype", "block", "num_empty", "start", "window"),
     [
-        ("float", jnp.bfloat16, 16, 300),
-        ("float", jnp.bfloat16, 32, 0),
-        ("float", jnp.bfloat16, 64, 100),
-        ("float", jnp.float32, 32, 300),
-        ("two heads", jnp.bfloat16, 32, 300),
-        ("int8", jnp.bfloat16, 16, 300),
+        ("float", jnp.bfloat16, 16, 2, 300, None),
+        ("float", jnp.bfloat16, 32, 2, 0, None),
+        ("float", jnp.float32, 32, 2, 300, None),
+        ("two heads", jnp.bfloat16, 32, 2, 300, None),
+        ("int8", jnp.bfloat16, 16, 2, 300, None),
+        ("float", jnp.bfloat16, 32, 2, 300, WINDOW),
+        # Two rows after joining; the second one empty.
+        ("float", jnp.bfloat16, 64, 2, 100, 200),
+        ("float", jnp.float32, 64, 5, 100, 200),
+        ("int8", jnp.bfloat16, 16, 2, 300, 200),
+        # One chunk holds the window of a block, but not that of all blocks.
+        ("float", jnp.float32, 16, 2, 299, 64),
     ],
 )
 def test_blocks_of_one_run_have_the_bits_that_they_have_apart(
-    kind: str, dtype: DTypeLike, block: int, start: int, window: int | None
+    kind: str, dtype: DTypeLike, block: int, num_empty: int, start: int, window: int | None
 ) -> None:
     rng = np.random.default_rng(1)
-    num_rows, num_empty = 8, 2
+    num_rows = 8
     num_tokens = (num_rows - num_empty) * block - 5
     q_RTHE = rng.standard_normal((num_rows, block, 4, HEAD_DIM))
     offset_R = np.arange(num_rows) * block
@@ -100,11 +105,11 @@ def test_blocks_of_one_run_have_the_bits_that_they_have_apart(
     rows = replace(rows, num_valid_R=jnp.asarray(num_valid_R, jnp.int32))
 
     apart = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(False)), window, dtype)
-    as_one = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), window, dtype)
+    joined = run(q_RTHE, cache, replace(rows, is_one_run=jnp.array(True)), window, dtype)
 
     kept = slice(0, num_tokens)
     flat_shape = (num_rows * block, 4, HEAD_DIM)
-    np.testing.assert_array_equal(as_one.reshape(flat_shape)[kept], apart.reshape(flat_shape)[kept])
+    np.testing.assert_array_equal(joined.reshape(flat_shape)[kept], apart.reshape(flat_shape)[kept])
 
 
 @pytest.mark.parametrize("start", [0, 128, 200, 217])
