@@ -71,8 +71,11 @@ def _download(repo_id: str) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"--model {repo_id}: the hub has no such model, or it is private: {error}"
+            f"--model {repo_id}: there is no such folder, and the hub has no such model, or it is "
+            f"private: {error}"
         ) from error
     # Every other hub or network error is an OSError; a name that the hub refuses is a ValueError.
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--model {repo_id}: download failed: {error}") from error
+        raise ConfigError(
+            f"--model {repo_id}: there is no such folder, and its download failed: {error}"
+        ) from error

@@ -88,10 +88,16 @@ class _ResponseFormat:
     def __call__(self, value: object, path: str) -> GrammarRequest | None:
         values = Object(self._fields)(value, path)
         kind, wrapped = values[self._fields["type"]], values[self._fields["json_schema"]]
-        if (kind == "json_schema") != (wrapped is not None):
+        where = f"{path}.json_schema"
+        if kind == "json_schema" and wrapped is None:
             raise InvalidRequestError(
-                f"{path}.json_schema belongs to the type json_schema, and only to that.",
-                param=f"{path}.json_schema",
+                f"{where} is required with the type json_schema.",
+                param=where,
+                code="missing_required_parameter",
+            )
+        if kind != "json_schema" and wrapped is not None:
+            raise InvalidRequestError(
+                f"{where} belongs to the type json_schema, and only to that.", param=where
             )
         if kind == "text":
             return None

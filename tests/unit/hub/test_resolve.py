@@ -134,7 +134,8 @@ def test_what_the_hub_refuses_is_a_config_error(
 
 def test_a_hub_that_cannot_be_reached_is_a_config_error(tmp_path: Path) -> None:
     done = resolve_at("http://127.0.0.1:9", "org/tiny", tmp_path)
-    assert "ConfigError: --model org/tiny: download failed" in done.stderr
+    message = "--model org/tiny: there is no such folder, and its download failed"
+    assert f"ConfigError: {message}" in done.stderr
 
 
 @pytest.mark.parametrize("name", [None, "gemma3-270m"])

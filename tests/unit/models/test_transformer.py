@@ -11,8 +11,9 @@ from jaxserve.models.attention import PagedRows
 from jaxserve.models.kv_cache import KVCache, make_cache
 from jaxserve.models.params import Params
 from jaxserve.models.registry import load_config
+from jaxserve.models.specs import random_params
 from jaxserve.models.transformer import run_writing_layers
-from tests.checkpoints import config_json, random_params, write_json_files
+from tests.checkpoints import config_json, write_json_files
 
 PAGE, TABLE, NUM_ROWS = 8, 4, 8
 

@@ -141,6 +141,20 @@ def test_bad_seeds(seed: object, what: str) -> None:
     assert caught.value.param == "seed"
 
 
+@pytest.mark.parametrize(
+    ("response_format", "what"),
+    [
+        ({"type": "json_schema"}, "is required with"),
+        ({"type": "text", "json_schema": {"name": "n"}}, "belongs to"),
+    ],
+)
+def test_a_schema_goes_with_its_type(response_format: dict[str, object], what: str) -> None:
+    message = f"^response_format.json_schema {what} the type json_schema"
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        chat(response_format=response_format)
+    assert caught.value.param == "response_format.json_schema"
+
+
 def test_stream_options() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).options.include_usage
     assert not chat(stream=True, stream_options={}).options.include_usage
