@@ -1,6 +1,7 @@
 """The loop: one step ahead, aborts in every phase, one terminal event whatever happens."""
 
 import threading
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -304,12 +305,15 @@ def test_submits_that_race_with_death_are_refused_or_failed() -> None:
         while engine.submit(str(number)):
             accepted.append(str(number))
             number += 1
+            time.sleep(1e-4)  # without a pause millions may come before the loop's thread has a turn
 
     sender = threading.Thread(target=send)
     engine.thread.start()
     sender.start()
     sender.join(timeout=30)
     engine.thread.join(timeout=30)
+    assert not sender.is_alive()
+    assert not engine.thread.is_alive()
     assert set(engine.ends()) == set(accepted)
 
 
