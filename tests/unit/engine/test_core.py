@@ -305,7 +305,7 @@ def test_submits_that_race_with_death_are_refused_or_failed() -> None:
         while engine.submit(str(number)):
             accepted.append(str(number))
             number += 1
-            time.sleep(1e-4)  # without a pause millions may come before the loop's thread has a turn
+            time.sleep(1e-4)  # else millions may come before the loop's thread has a turn
 
     sender = threading.Thread(target=send)
     engine.thread.start()
