@@ -13,9 +13,10 @@ def plan(
     max_model_len: int = 4096,
     is_accelerator: bool = False,
     attention: AttentionKernel = "xla",
+    dtype: str = "float32",
 ) -> DevicePlan:
     return make_plan(
-        dtype="float32",
+        dtype=dtype,
         kv_dtype="float32",
         num_pages=100,
         num_sliding_pages=50,
@@ -49,7 +50,16 @@ def test_every_length_has_a_table_and_the_largest_chunk_a_whole_number_of_blocks
     tokens = [bucket.tokens for bucket in made.extend_buckets]
     assert tokens == sorted(set(tokens))
     assert all(bucket.tokens % bucket.block == 0 for bucket in made.extend_buckets)
-    chunk_pages = (256, 256) if is_accelerator else (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_accelerator", "chunk_pages"),
+    [("float32", False, (4, 4)), ("bfloat16", False, (4, 8)), ("bfloat16", True, (256, 256))],
+)
+def test_extend_reads_more_keys_at_a_time_in_bfloat16_on_a_cpu(
+    dtype: str, is_accelerator: bool, chunk_pages: tuple[int, int]
+) -> None:
+    made = plan(dtype=dtype, is_accelerator=is_accelerator)
     assert (made.decode_chunk_pages, made.extend_chunk_pages) == chunk_pages
 
 
