@@ -92,9 +92,7 @@ def make_plan(
     if is_accelerator:
         decode_tokens = extend_tokens = ACCELERATOR_CHUNK_TOKENS
     else:
-        decode_tokens = extend_tokens = CPU_DECODE_CHUNK_TOKENS
-        if dtype == "bfloat16":  # in float32 both group keys alike, so that answers depend on less
-            extend_tokens = CPU_EXTEND_CHUNK_TOKENS
+        decode_tokens, extend_tokens = CPU_DECODE_CHUNK_TOKENS, CPU_EXTEND_CHUNK_TOKENS
     is_plain = attention == "xla"
     powers = ACCELERATOR_ROWS if is_accelerator else [2**i for i in range(max_batch.bit_length())]
     return DevicePlan(
